@@ -279,8 +279,8 @@ def as_float(x, name):
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 def is_recorded():
-    """Return whether a plan is recording; then every operation of a step on arrays must be a launch."""
-    return state.on_launch is not None
+    """Return whether a plan is recording in this thread; then every operation of a step on arrays must be a launch."""
+    return state.on_launch is not None and state.in_hooked_thread()
 
 
 def note_product(op, product, layer='', **facts):
@@ -292,7 +292,7 @@ def note_product(op, product, layer='', **facts):
     steps   True: the layer processes a sequence step by step, and its tensors are saved step by step
     heads   the number of heads of attention
     """
-    if state.on_note is not None:
+    if state.on_note is not None and state.in_hooked_thread():
         state.on_note(op, product, layer, **facts)
 
 

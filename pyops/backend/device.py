@@ -267,10 +267,12 @@ class Device:
 
     def _records(self):
         """Return whether the hooks apply to this device; all devices with arrays in host memory are equal in this respect."""
-        return state.hooked_device.is_host is self.is_host
+        return state.hooked_device.is_host is self.is_host and state.in_hooked_thread()
 
     def _listen(self, name, values):
         """Pass a launch to the recording plan.  Return whether to run it now."""
+        if not state.in_hooked_thread():
+            return True
         if not self._records():
             raise RuntimeError(f'{name}: runs on {self}, but the plan records on {state.hooked_device}; move the arrays with '
                                'pyops.backend.put, or launch the kernel before or after the recording')

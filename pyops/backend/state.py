@@ -1,11 +1,14 @@
 """The mutable state of the backend: the current device, the open GPU, and the hooks of a recording plan."""
 import contextlib
+import threading
 
 device = None           # the current device, on which `empty`, `zeros` and `put` make arrays; the CPU unless `use` changes it
 gpu = None              # the open GPU, if any; it runs the kernels that receive its arrays
 
-# Hooks, None unless a plan records.  They apply to the device that was current when they were installed.
+# Hooks, None unless a plan records.  They apply to the device that was current when they were installed, and to launches and
+# allocations of the thread that installed them: other threads, such as those of a DataLoader, run as without hooks.
 hooked_device = None
+hooked_thread = None
 on_allocate = None      # on_allocate(shape, dtype, name, kind) returns the arrays of `empty`
 on_launch = None        # on_launch(name, values) receives each launch and returns whether to run it now
 on_note = None          # on_note(...) receives the arguments of note_product
@@ -15,11 +18,16 @@ on_note = None          # on_note(...) receives the arguments of note_product
 def hooks(allocate=None, listen=None, note=None):
     """Install hooks inside the block: allocate(shape, dtype, name, kind) returns the arrays of `empty`, listen(name, values)
     returns whether a launch runs, and note(...) receives the arguments of `note_product`.  None keeps the current hook."""
-    global hooked_device, on_allocate, on_launch, on_note
-    before = hooked_device, on_allocate, on_launch, on_note
-    hooked_device, on_allocate, on_launch, on_note = (
-        device, allocate or on_allocate, listen or on_launch, note or on_note)
+    global hooked_device, hooked_thread, on_allocate, on_launch, on_note
+    before = hooked_device, hooked_thread, on_allocate, on_launch, on_note
+    hooked_device, hooked_thread, on_allocate, on_launch, on_note = (
+        device, threading.get_ident(), allocate or on_allocate, listen or on_launch, note or on_note)
     try:
         yield
     finally:
-        hooked_device, on_allocate, on_launch, on_note = before
+        hooked_device, hooked_thread, on_allocate, on_launch, on_note = before
+
+
+def in_hooked_thread():
+    """Return whether the hooks, if there are any, apply to the current thread."""
+    return hooked_thread == threading.get_ident()

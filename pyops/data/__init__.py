@@ -5,12 +5,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:       # the names of _HOMES
-    from pyops.data.datasets import ArrayDataset, DataLoader, Dataset, MNISTDataset
+    from pyops.data.cifar import CIFAR10Dataset
+    from pyops.data.datasets import ArrayDataset, Dataset, MNISTDataset, Subset
+    from pyops.data.loader import DataLoader, default_collate
     from pyops.data.transforms import RandomCrop, RandomFlipHorizontal
+    from pyops.data.words import WordCorpus, WordDataset
 
-_HOMES = {'Dataset': 'datasets', 'ArrayDataset': 'datasets', 'MNISTDataset': 'datasets', 'DataLoader': 'datasets',
-          'RandomFlipHorizontal': 'transforms', 'RandomCrop': 'transforms'}
-__all__ = ['ArrayDataset', 'DataLoader', 'Dataset', 'MNISTDataset', 'RandomCrop', 'RandomFlipHorizontal']
+_HOMES = {'Dataset': 'datasets', 'ArrayDataset': 'datasets', 'MNISTDataset': 'datasets', 'Subset': 'datasets',
+          'DataLoader': 'loader', 'default_collate': 'loader', 'CIFAR10Dataset': 'cifar', 'WordCorpus': 'words',
+          'WordDataset': 'words', 'RandomFlipHorizontal': 'transforms', 'RandomCrop': 'transforms'}
+__all__ = ['ArrayDataset', 'CIFAR10Dataset', 'DataLoader', 'Dataset', 'MNISTDataset', 'RandomCrop', 'RandomFlipHorizontal',
+           'Subset', 'WordCorpus', 'WordDataset', 'default_collate']
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Datasets, and the loader that draws batches from them.  Every random number is a function of (seed, epoch, sample)."""
+"""Datasets.  Every random number is a function of (seed, epoch, sample)."""
 from __future__ import annotations
 
 import operator
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from pyops.autograd import Tensor
+from pyops.backend import get
 from pyops.data import batches, mnist
 from pyops.data.transforms import apply_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pyops.typing import PathLike
 
@@ -35,6 +35,16 @@ class Dataset:
 
     def __getitem__(self, index: Any) -> Any:
         raise NotImplementedError(f'{type(self).__name__}.__getitem__')
+
+    def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
+        """Return the samples with these indices, (B,) int64, as a list, the first element of each transformed."""
+        if type(self).batch is not Dataset.batch:           # __getitem__ returns transformed samples, of another epoch
+            return list(zip(*self.batch(rows, seed, epoch), strict=True))
+        samples = [self[int(row)] for row in rows]
+        if not self.transforms:
+            return samples
+        return [(apply_all(self.transforms, np.asarray(first)[None], seed, epoch, rows[i:i + 1])[0], *others)
+                for i, (first, *others) in enumerate(samples)]
 
     def batch(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> tuple[Any, ...]:
         """Return the samples with these indices, (B,) int64, as a tuple of arrays (B, ...), the first one transformed."""
@@ -116,34 +126,21 @@ class MNISTDataset(Dataset):
         return apply_all(self.transforms, images, seed, epoch, rows), self.labels[rows]
 
 
-class DataLoader:
-    """An iterable over batches: `for images, labels in loader` runs one epoch of Tensors; the next loop runs the next epoch.
+class Subset(Dataset):
+    """Some samples of a dataset: sample i is dataset[indices[i]], with the transforms of the dataset."""
 
-    shuffle: use the order of pyops.data.batches, else the order of the dataset.  drop_last: leave out an incomplete last batch.
-    arrays: yield numpy arrays instead of Tensors, for manual gradients.
-    loader.epoch is the next epoch, loader.start the number of its samples to skip, which an earlier run used: set both to
-    resume a run.
-    """
-
-    def __init__(self, dataset: Dataset, batch_size: int = 1, shuffle: bool = False, seed: int = 0, drop_last: bool = False,
-                 arrays: bool = False) -> None:
-        if not hasattr(dataset, 'batch'):
-            raise TypeError(f'DataLoader: expected a Dataset, got {type(dataset).__name__}; ArrayDataset makes one of arrays')
-        if operator.index(batch_size) < 1:
-            raise ValueError(f'DataLoader: batch_size: expected 1 or more, got {batch_size}')
-        self.dataset, self.batch_size, self.shuffle, self.seed, self.drop_last = dataset, batch_size, shuffle, seed, drop_last
-        self.arrays, self.epoch, self.start = arrays, 0, 0
+    def __init__(self, dataset: Dataset, indices: Any) -> None:
+        super().__init__()
+        self.dataset, self.indices = dataset, np.arange(len(dataset))[indices]
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch."""
-        return -(-batches.epoch_end(len(self.dataset), self.batch_size, 0, self.drop_last) // self.batch_size)
+        return len(self.indices)
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        epoch, start = self.epoch, self.start
-        self.epoch, self.start = epoch + 1, 0
-        return self._batches(epoch, start)
+    def __getitem__(self, index: Any) -> Any:
+        return self.at(index)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[tuple[Any, ...]]:
-        for rows in batches.batches(len(self.dataset), self.batch_size, self.seed, epoch, start, self.drop_last, self.shuffle):
-            batch = self.dataset.batch(rows, self.seed, epoch)
-            yield batch if self.arrays else tuple(map(Tensor, batch))
+    def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
+        return self.dataset.samples(self.indices[get(rows)], seed, epoch)
+
+    def batch(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> tuple[Any, ...]:
+        return self.dataset.batch(self.indices[get(rows)], seed, epoch)

@@ -1,11 +1,10 @@
-"""Datasets, their loader and the random changes to images, all of them functions of (seed, epoch, number of the sample)."""
+"""Datasets and the random changes to images, all of them functions of (seed, epoch, number of the sample)."""
 import numpy as np
 import pytest
 
 import pyops
 from pyops import params
-from pyops.data import ArrayDataset, DataLoader, Dataset, MNISTDataset, RandomCrop, RandomFlipHorizontal, mnist
-from pyops.data.batches import epoch_order
+from pyops.data import ArrayDataset, DataLoader, Dataset, MNISTDataset, RandomCrop, RandomFlipHorizontal, Subset, mnist
 from pyops.data.transforms import random_words
 from pyops.philox import philox4x32
 
@@ -125,8 +124,6 @@ def test_samples_are_tuples():
     assert Bare((1.0, 2)).batch(np.arange(2))[1].tolist() == [2, 2]
     with pytest.raises(TypeError, match=r'Bare\[1\]: expected a tuple such as \(image, label\), got ndarray'):
         Bare(np.zeros(2)).batch(np.array([1]))
-    with pytest.raises(TypeError, match='expected a Dataset, got list'):
-        DataLoader([1, 2])
     with pytest.raises(OverflowError, match='1099511627776 out of bounds for int32'):
         next(iter(DataLoader(Bare((1.0, 2**40)))))
 
@@ -193,47 +190,18 @@ def test_the_parts_of_mnist():
     assert [len(part) for pair in small.parts() for part in pair] == [5, 5, 3, 3]
 
 
-# ---- loader ----------------------------------------------------------------------------------------------------------
-
-def loader(**more):
-    return DataLoader(digits(transforms=[RandomFlipHorizontal(0.5), RandomCrop(3)]), 5, seed=3, arrays=True, **more)
-
-
-def test_an_epoch_shows_every_sample_once():
-    numbers = ArrayDataset(IMAGES, np.arange(20))
-    for shuffle in (False, True):
-        seen = [rows for _, rows in DataLoader(numbers, 6, shuffle, seed=2, arrays=True)]
-        order = epoch_order(20, 2, 0) if shuffle else np.arange(20)
-        assert [len(rows) for rows in seen] == [6, 6, 6, 2] and np.concatenate(seen).tolist() == order.tolist()
-    drops = DataLoader(numbers, 6, drop_last=True, arrays=True)
-    assert len(drops) == len(list(drops)) == 3 and len(DataLoader(numbers, 6)) == 4
-    with pytest.raises(ValueError, match='batch_size: expected 1 or more, got 0'):
-        DataLoader(numbers, 0)
-
-
-def test_epochs_differ_and_a_run_repeats_them():
-    first, again = loader(shuffle=True), loader(shuffle=True)
-    epochs = [np.concatenate([images for images, _ in first]) for _ in range(3)]
-    for epoch in epochs:
-        assert (epoch == np.concatenate([images for images, _ in again])).all()
-    assert not (epochs[0] == epochs[1]).all()
-    in_order = loader()
-    a, b = (np.concatenate([images for images, _ in in_order]) for _ in range(2))
-    assert (a == b).all((1, 2, 3)).mean() < 0.2         # the same images, shifted and flipped otherwise
-
-
-@pytest.mark.parametrize('start', [0, 3, 20])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(start):
-    whole = loader(shuffle=True)
-    list(whole)
-    want = np.concatenate([images for images, _ in whole])
-    resumed = loader(shuffle=True)
-    resumed.epoch, resumed.start, resumed.batch_size = 1, start, 4
-    got = np.concatenate([images for images, _ in resumed])
-    assert (got == want[start:]).all() and (resumed.epoch, resumed.start) == (2, 0)
-
-
-def test_batches_are_tensors():
-    images, labels = next(iter(DataLoader(ArrayDataset(IMAGES.astype(np.float64), np.arange(20)), 4)))
-    assert images.shape == (4, 6, 5, 2) and images.dtype == np.float32 and labels.dtype == np.int32
-    assert (images.numpy() == IMAGES[:4]).all() and labels.numpy().tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize('make', [lambda: digits(20, [RandomCrop(2)]), lambda: Squares([lambda x: x + 1])],
+                         ids=['digits', 'squares'])
+def test_a_subset_has_the_samples_of_its_indices(make):
+    whole = make()
+    for indices, want in ((slice(2, 9, 3), [2, 5, 8]), ([5, -1, 5], [5, len(whole) - 1, 5])):
+        part = Subset(whole, indices)
+        assert len(part) == 3
+        for given, expected in zip(part.batch(np.array([2, 0]), 3, 4), whole.batch(np.array([want[2], want[0]]), 3, 4),
+                                   strict=True):
+            assert (given == expected).all()
+        sample, (image, number) = part.samples(np.array([1]), 3, 4)[0], whole.batch(np.array([want[1]]), 3, 4)
+        assert (sample[0] == image[0]).all() and sample[1] == number[0]
+        assert (part[-1][0] == part.batch(np.array([2]))[0][0]).all()
+    with pytest.raises(IndexError):
+        Subset(whole, [99])
