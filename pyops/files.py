@@ -1,6 +1,8 @@
-"""Atomic file replacement: other processes see the previous file or the complete new one, never a part."""
+"""Atomic output: other processes see the previous file or the complete new one, never a part.  The same for new folders."""
 import contextlib
+import errno
 import os
+import shutil
 
 
 def write_atomically(path, *parts, mode=0o666, fsync=False):
@@ -23,9 +25,7 @@ def open_atomically(path, mode=0o666, fsync=False):
     removed.  The temporary file is named .NAME.PID.tmp and is in the same directory; only a killed process leaves one behind.
     Two threads of one process must not write the same path at the same time.
     """
-    folder, name = os.path.split(os.fspath(path))
-    stem = os.fsdecode(os.fsencode(name)[:200])         # names are limited to 255 bytes
-    temporary = os.path.join(folder, f'.{stem}.{os.getpid()}.tmp')
+    temporary = _temporary(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)                            # from a killed process that had our process ID
     try:
@@ -40,7 +40,35 @@ def open_atomically(path, mode=0o666, fsync=False):
             os.unlink(temporary)
         raise
     if fsync:
-        _sync_folder(folder)
+        _sync_folder(os.path.dirname(os.fspath(path)))
+
+
+@contextlib.contextmanager
+def new_folder(path):
+    """Yield the path of a temporary folder that becomes the folder `path` when the block ends.
+
+    FileExistsError if `path` exists, unless it is an empty folder.  If the block raises, or a system call fails (OSError), the
+    temporary folder is removed.  It is in the same directory as `path`; only a killed process leaves one behind.
+    """
+    path = os.path.normpath(os.fspath(path))
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    temporary = _temporary(path)
+    shutil.rmtree(temporary, ignore_errors=True)        # from a killed process that had our process ID
+    os.mkdir(temporary)
+    try:
+        yield temporary
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _temporary(path):
+    """Return the path of the temporary file or folder of this process for `path`."""
+    folder, name = os.path.split(os.fspath(path))
+    stem = os.fsdecode(os.fsencode(name)[:200])         # names are limited to 255 bytes
+    return os.path.join(folder, f'.{stem}.{os.getpid()}.tmp')
 
 
 def _sync_folder(folder):

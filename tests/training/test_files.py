@@ -1,11 +1,11 @@
-"""pyops.files: a file is replaced completely or not at all."""
+"""pyops.files: a file is replaced, and a folder created, completely or not at all."""
 import os
 import stat
 
 import numpy as np
 import pytest
 
-from pyops.files import open_atomically, write_atomically
+from pyops.files import new_folder, open_atomically, write_atomically
 
 
 def test_the_parts_are_written_in_order_and_counted(tmp_path):
@@ -92,3 +92,33 @@ def test_fsync_flushes_the_data_before_the_rename_and_the_directory_after_it(tmp
     calls.clear()
     write_atomically(tmp_path / 'file', b'longer data', fsync=True)
     assert calls == [11, 'rename', 'directory']
+
+
+# ---- new folders -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('is_there', [False, True], ids=['new', 'empty'])
+def test_a_new_folder_appears_when_the_block_ends(tmp_path, is_there):
+    path = tmp_path / 'folder'
+    if is_there:
+        path.mkdir()
+    with new_folder(f'{path}/') as folder:
+        (tmp_path / folder / 'file').write_bytes(b'x')
+        assert not path.exists() or not os.listdir(path)
+    assert os.listdir(tmp_path) == ['folder'] and os.listdir(path) == ['file']
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
+def test_an_exception_removes_the_temporary_folder(tmp_path, error):
+    with pytest.raises(error):
+        with new_folder(tmp_path / 'folder') as folder:
+            (tmp_path / folder / 'file').write_bytes(b'x')
+            raise error
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_with_files_and_a_file_are_not_replaced(tmp_path):
+    (tmp_path / 'file').write_bytes(b'old')
+    for path in (tmp_path, tmp_path / 'file'):
+        with pytest.raises(FileExistsError), new_folder(path):
+            pytest.fail('the block was entered')
+    assert os.listdir(tmp_path) == ['file'] and (tmp_path / 'file').read_bytes() == b'old'
