@@ -15,6 +15,14 @@ class UserError(Exception):
     """Bad input: a file, a flag, a missing tool.  The text is one line: what failed, what is accepted, how to fix it."""
 
 
+def require(program: str, package: str, extra: str) -> None:
+    """Raise UserError if `package` is not installed.   extra: of pyproject.toml, which installs it"""
+    from importlib.util import find_spec
+    if find_spec(package) is None:
+        raise UserError(f"{program}: the Python package {package} is not installed; install it with: {sys.executable} -m pip "
+                        f"install 'pyops[{extra}]' (in the source tree: '.[{extra}]')")
+
+
 def printable(text: object) -> str:
     """Return `text` as one line that is safe to print: control characters and invalid bytes become \\x1b and the like."""
     return ''.join(letter if letter.isprintable() else letter.encode('unicode_escape', 'surrogatepass').decode()

@@ -7,10 +7,9 @@ import resource
 import signal
 import sys
 from argparse import ArgumentTypeError, Namespace
-from importlib.util import find_spec
 from typing import Any
 
-from pyops.errors import Interrupted, UserError, printable
+from pyops.errors import Interrupted, UserError, printable, require
 from pyops.flags import (
     ArgumentParser,
     add_address_flags,
@@ -82,9 +81,7 @@ def _body(text: str) -> int:
 def run(options: Namespace) -> int:
     """Serve until a signal.   Interrupted: it came, and all accepted requests are answered"""
     for package in _PACKAGES:
-        if find_spec(package) is None:
-            raise UserError(f"serve: the Python package {package} is not installed; install it with: {sys.executable} -m pip "
-                            "install 'pyops[serve]' (in the source tree: '.[serve]')")
+        require('serve', package, 'serve')
     if options.max_texts > options.queue:
         raise UserError(f'--max-texts {options.max_texts}: expected at most --queue {options.queue}; raise --queue')
     token = read_token(options.token_file)

@@ -118,7 +118,8 @@ def test_the_limit_of_open_files_is_raised_for_the_connections_or_named(capsys, 
 
 @pytest.mark.parametrize('package', ['starlette', 'uvicorn'])
 def test_without_its_packages_it_names_the_extra(package, capsys, monkeypatch):
-    monkeypatch.setattr(module, 'find_spec', lambda name: None if name == package else util.find_spec(name))
+    find_spec = util.find_spec
+    monkeypatch.setattr(util, 'find_spec', lambda name: None if name == package else find_spec(name))
     assert refused(capsys, checkpoint()) == (
         f"pyops: error: serve: the Python package {package} is not installed; install it with: {sys.executable} -m pip install "
         "'pyops[serve]' (in the source tree: '.[serve]')\n")
