@@ -3,19 +3,19 @@
 It uses nn.GRU with its own dropout, packed sequences in the encoder, scaled_dot_product_attention, nn.Linear over all
 positions, and cross entropy that ignores padding.
 """
-import itertools
-
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bench.torch_step import greedy
 from pyops.text.vocabulary import PAD
+from seq2seq.export import torch_names
 
 
 class TorchSeq2Seq(nn.Module):
     def __init__(self, config, dtype=torch.float32):
         super().__init__()
+        self.config = config
         E, H, layers, self.heads = config.embedding, config.hidden, config.layers, config.attention
 
         def gru(inputs, layers, hidden=H, **options):
@@ -74,17 +74,4 @@ class TorchSeq2Seq(nn.Module):
 
     def named(self):
         """Return {our parameter name: this module's parameter}."""
-        places = {'encoder.embedding.weight': self.source_embedding.weight,
-                  'decoder.embedding.weight': self.target_embedding.weight,
-                  'output.weight': self.output.weight, 'output.bias': self.output.bias}
-        if self.heads:
-            places |= {'attention.query.weight': self.query.weight, 'attention.output.weight': self.context.weight}
-        first = 0                       # layers of the encoder before this part
-        for rnn, side in (*((rnn, 'encoder') for rnn in self.encoder), (self.decoder, 'decoder')):
-            first = 0 if side == 'decoder' else first
-            directions = (('', '.forward'), ('_reverse', '.reverse')) if rnn.bidirectional else (('', ''),)
-            for layer, (suffix, name) in itertools.product(range(rnn.num_layers), directions):
-                for ours, theirs in (('w_ih', 'weight_ih'), ('w_hh', 'weight_hh'), ('b_ih', 'bias_ih'), ('b_hh', 'bias_hh')):
-                    places[f'{side}.rnn.{first + layer}{name}.{ours}'] = getattr(rnn, f'{theirs}_l{layer}{suffix}')
-            first += rnn.num_layers
-        return places
+        return {ours: self.get_parameter(theirs) for ours, theirs in torch_names(self.config).items()}

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from bench.torch_step import greedy
 from pyops.text.vocabulary import PAD
+from transformer.export import torch_names
 
 
 class MultiHeadAttention(nn.Module):
@@ -17,7 +18,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         D = config.d_model
         self.heads, self.dropout = config.heads, config.dropout
-        self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=False, dtype=dtype) for _ in range(4))
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=config.bias, dtype=dtype) for _ in range(4))
 
     def forward(self, x, memory, mask=None, causal=False):
         """mask: True where a query may attend to a key."""
@@ -65,7 +66,9 @@ class TorchTransformer(nn.Module):
             self.output.weight = self.source_embedding.weight
         self.dropout = nn.Dropout(config.dropout)
         angles = torch.arange(config.num_steps)[:, None] / 10000 ** (torch.arange(0, D, 2, dtype=torch.float64) / D)
-        self.register_buffer('positions', torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :D].to(dtype))
+        sin, cos = angles.sin(), angles.cos()
+        table = torch.cat([sin, cos[:, :D // 2]], -1) if config.halves else torch.stack([sin, cos], -1).flatten(1)[:, :D]
+        self.register_buffer('positions', table.to(dtype))
 
     def embed(self, embedding, ids):
         return self.dropout(embedding(ids) * math.sqrt(self.config.d_model) + self.positions[:ids.shape[1]])
@@ -103,24 +106,4 @@ class TorchTransformer(nn.Module):
 
     def named(self):
         """Return {our parameter name: this module's parameter}."""
-        places = {'output.bias': self.output.bias}
-        if self.config.tied:
-            places['embedding.weight'] = self.output.weight
-        else:
-            places |= {'encoder.embedding.weight': self.source_embedding.weight,
-                       'decoder.embedding.weight': self.target_embedding.weight, 'output.weight': self.output.weight}
-        for side, blocks in (('encoder', self.encoder), ('decoder', self.decoder)):
-            for layer, block in enumerate(blocks):
-                names = ['self_attention'] + ['cross_attention'] * (side == 'decoder')
-                for name in names:
-                    for projection in ('q', 'k', 'v', 'out'):
-                        places[f'{side}.{layer}.{name}.{projection}.weight'] = getattr(getattr(block, name), projection).weight
-                for name, linear in (('1', block.w1), ('2', block.w2)):
-                    places[f'{side}.{layer}.feed_forward.w{name}'] = linear.weight
-                    places[f'{side}.{layer}.feed_forward.b{name}'] = linear.bias
-                for name, norm in zip([*names, 'feed_forward'], block.norms, strict=True):
-                    places |= {f'{side}.{layer}.{name}.norm.{part}': getattr(norm, part) for part in ('weight', 'bias')}
-            if self.config.pre_norm:
-                norm = getattr(self, f'{side}_norm')
-                places |= {f'{side}.norm.{part}': getattr(norm, part) for part in ('weight', 'bias')}
-        return places
+        return {ours: self.get_parameter(theirs) for ours, theirs in torch_names(self.config).items()}
