@@ -18,6 +18,8 @@ from transformer.train import DEFAULTS as TRANSFORMER
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs').glob('*.md'))]
 INDEX = ROOT / 'docs' / 'README.md'
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
+# Packages that the examples of a page import, besides those of every installation for tests.
+PACKAGES = {'docs/export.md': ['torch', 'ctranslate2', 'onnx', 'onnxruntime']}
 NUMBER = re.compile(r'\d+(?:\.\d+)?(?:e[+-]?\d+)?')
 
 
@@ -100,6 +102,8 @@ def assert_same_output(got, want):
 
 @pytest.mark.parametrize('page', [page for page in PAGES if examples(page)[0]], ids=name_of)
 def test_examples_print_what_stands_below_them(page):
+    for package in PACKAGES.get(name_of(page), ()):
+        pytest.importorskip(package, reason=f'{package} is not installed: pip install {package}')
     blocks, wanted = examples(page)
     assert any(wanted)
     out = subprocess.run([sys.executable, '-c', RUN], input=json.dumps(blocks), cwd=ROOT, text=True, capture_output=True)
