@@ -14,7 +14,7 @@ _SUFFIX = '.safetensors'
 def add_commands(parser):
     """Declare the formats as subcommands of an ArgumentParser."""
     commands = parser.add_commands()
-    file, folder = f'the file to write, a name that ends in {_SUFFIX}', 'the folder to write, which must be new or empty'
+    file, folder = f'the file to write, a new name that ends in {_SUFFIX}', 'the folder to write, which must be new or empty'
     for name, text, metavar, help, run in (
             ('torch', 'a state_dict for PyTorch', 'FILE', file, to_torch),
             ('ctranslate2', 'a model of CTranslate2, of the transformer only', 'DIR', folder, to_ctranslate2),
@@ -32,7 +32,9 @@ def to_torch(options):
     path = options.output
     if not path.endswith(_SUFFIX):
         raise UserError(f'{printable(path)}: expected a name that ends in {_SUFFIX}')
-    if not os.path.isdir(os.path.dirname(path) or '.') or os.path.isdir(path):
+    if os.path.lexists(path):                   # it may be the checkpoint itself
+        raise UserError(f'{printable(path)}: exists; name a new file')
+    if not os.path.isdir(os.path.dirname(path) or '.'):
         raise UserError(f'{printable(path)}: cannot be written; name a file in a folder that exists')
     trained = _read(options)
     from safetensors.numpy import save

@@ -2,9 +2,12 @@
 import numpy as np
 from onnx import TensorProto, checker, helper, numpy_helper
 
+from pyops.errors import UserError
+
 OPSET = 17              # the first with LayerNormalization
 IR_VERSION = 8          # of the files: the one of that opset, which onnxruntime reads since 1.12
 _TYPES = {'int64': TensorProto.INT64, 'float32': TensorProto.FLOAT}
+_LARGEST = (1 << 31) - (1 << 24)                # bytes of the weights in a file, which protobuf limits to 2 GB
 _LOWEST = float(np.finfo(np.float32).min)       # the score of a masked key: no NaN, even if all are masked
 
 
@@ -21,6 +24,7 @@ class Graph:
         self._name, self._weights = name, weights
         self._nodes, self._inputs, self._outputs = [], [], []
         self._initializers, self._constants = {}, {}            # by name, and the names of constants
+        self._bytes = 0                                         # of all initializers
 
     def input(self, name, dtype, *shape):
         """Declare an input and return it.  shape: sizes, or names of sizes that may vary"""
@@ -52,6 +56,10 @@ class Graph:
 
     def _initializer(self, name, array):
         if name not in self._initializers:
+            self._bytes += array.nbytes
+            if self._bytes > _LARGEST:
+                raise UserError(f'the {self._name} has more than {_LARGEST / 1e9:.1f} GB of weights, the most in an ONNX file; '
+                                'use `export torch`')
             self._initializers[name] = numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
         return name
 

@@ -83,6 +83,13 @@ def assert_close(got, want):
         assert np.abs(got[b, :len(logits)] - logits).max() <= 2e-5 * np.abs(logits).max()
 
 
+def needs(*packages):
+    """Skip a test without these packages.  torch: `export torch` needs no package"""
+    for package in packages:
+        if package != 'torch':
+            pytest.importorskip(package, reason=f'{package} is not installed: pip install {package}')
+
+
 def export(target, path, output, *flags):
     """Run the command in this process and return its status."""
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as end:
@@ -154,7 +161,7 @@ class Session:
 
 @pytest.mark.parametrize('program, options', [*MODELS, ('seq2seq', dict(reset_before=True))], ids=[*NAMES, 'reset before'])
 def test_onnxruntime_computes_the_same_logits_and_translations(program, options, tmp_path):
-    pytest.importorskip('onnx', reason='onnx is not installed: pip install onnx')
+    needs('onnx')
     path, folder = write_checkpoint(tmp_path / 'x.safetensors', program, options), tmp_path / 'onnx'
     assert export('onnx', path, folder) == 0
     translator, rng, session = pyops.load(path), np.random.default_rng(1), Session(folder)
@@ -191,7 +198,7 @@ def peer(folder):
 
 @pytest.mark.parametrize('options', TRANSFORMERS.values(), ids=TRANSFORMERS)
 def test_ctranslate2_computes_the_same_scores_translations_and_alignments(options, tmp_path):
-    pytest.importorskip('ctranslate2', reason='ctranslate2 is not installed: pip install ctranslate2')
+    needs('ctranslate2')
     path, folder = write_checkpoint(tmp_path / 'x.safetensors', 'transformer', options), tmp_path / 'ct2'
     assert export('ctranslate2', path, folder) == 0
     translator, rng, theirs = pyops.load(path), np.random.default_rng(1), peer(folder)
@@ -220,7 +227,7 @@ SUBWORDS = ['--tokenizer', 'bpe', '--vocabulary', '600', '--tied', '--pre-norm']
 @pytest.mark.parametrize('flags', [[], SUBWORDS], ids=['words', 'subwords'])
 def test_ctranslate2_translates_raw_text_as_we_do(flags, tmp_path):
     """Greedy and beam search of a model that has learned some pairs by heart; raw text is split by the exported tokenizer."""
-    pytest.importorskip('ctranslate2', reason='ctranslate2 is not installed: pip install ctranslate2')
+    needs('ctranslate2')
     if flags:
         tokenizers = pytest.importorskip('tokenizers', reason='tokenizers is not installed: pip install tokenizers')
     (tmp_path / 'pairs.txt').write_text(''.join(f'{source}\t{target}\n' for source, target in PAIRS * 4))
@@ -282,24 +289,28 @@ FOLDERS = ['ctranslate2', 'onnx']
 REMEDY = 'name another place, or free some disk space'
 
 
-@pytest.fixture
-def installed():
-    for package in FOLDERS:
-        pytest.importorskip(package, reason=f'{package} is not installed: pip install {package}')
-
-
-def test_what_a_format_cannot_express_is_refused_with_one_line(capsys, stored, tmp_path, installed):
-    path, out = stored('seq2seq'), tmp_path / 'out'
-    assert refused(capsys, 'ctranslate2', path, out / 'x') == (
-        f'{path}: a model of seq2seq, which this format cannot express; use `export onnx`')
-    path = stored('seq2seq', reset_before=True)
+def test_what_a_format_cannot_express_is_refused_with_one_line(capsys, stored, tmp_path):
+    path, out = stored('seq2seq', reset_before=True), tmp_path / 'out'
     assert refused(capsys, 'torch', path, out / 'x.safetensors') == (
         f'{path}: trained with --reset-before: torch.nn.GRU applies the reset gate after the recurrent product; use `export '
         'onnx`, or train without --reset-before')
+    needs('ctranslate2')
+    assert refused(capsys, 'ctranslate2', path, out / 'x') == (
+        f'{path}: a model of seq2seq, which this format cannot express; use `export onnx`')
+
+
+def test_a_model_that_is_too_large_for_an_onnx_file_is_refused(capsys, stored, tmp_path, monkeypatch):
+    needs('onnx')
+    from pyops.export import graph
+    monkeypatch.setattr(graph, '_LARGEST', 60_000)
+    path = stored()
+    assert refused(capsys, 'onnx', path, tmp_path / 'out/x') == (
+        f'{path}: the encoder has more than 0.0 GB of weights, the most in an ONNX file; use `export torch`')
 
 
 @pytest.mark.parametrize('target', ['torch', *FOLDERS])
-def test_rounding_is_dropped_only_on_request(capsys, target, tmp_path, installed):
+def test_rounding_is_dropped_only_on_request(capsys, target, tmp_path):
+    needs(target)
     path, out = write_checkpoint(tmp_path / 'x.safetensors', 'transformer', dict(quant='mxfp8')), tmp_path / 'out.safetensors'
     assert refused(capsys, target, path, out) == (
         f'{path}: trained with --quant mxfp8, which other programs cannot repeat; give --unrounded to export the weights '
@@ -310,7 +321,8 @@ def test_rounding_is_dropped_only_on_request(capsys, target, tmp_path, installed
 
 
 @pytest.mark.parametrize('target', ['torch', *FOLDERS])
-def test_a_checkpoint_that_is_missing_or_of_another_program(capsys, target, stored, tmp_path, installed):
+def test_a_checkpoint_that_is_missing_or_of_another_program(capsys, target, stored, tmp_path):
+    needs(target)
     out = tmp_path / 'out/x.safetensors'
     assert refused(capsys, target, tmp_path / 'none', out).startswith(f'{tmp_path / "none"}: no checkpoint to serve')
     checkpoint.save(tmp_path / 'in/x.safetensors', {'w': np.zeros(3, 'f')}, {'program': 'mnist'})
@@ -318,21 +330,27 @@ def test_a_checkpoint_that_is_missing_or_of_another_program(capsys, target, stor
         'a checkpoint of mnist; expected one of seq2seq or transformer')
 
 
-def test_a_place_that_cannot_be_written(capsys, stored, tmp_path, installed):
+def test_a_place_that_cannot_be_written(capsys, stored, tmp_path):
     path = stored()
+    before = checkpoint.load(path)[1]
+    assert refused(capsys, 'torch', path, path) == f'{path}: exists; name a new file'
+    assert checkpoint.load(path)[1] == before
+    assert refused(capsys, 'torch', path, tmp_path / 'none/x.safetensors') == (
+        f'{tmp_path / "none/x.safetensors"}: cannot be written; name a file in a folder that exists')
+    assert refused(capsys, 'torch', path, tmp_path / 'out/x.pt') == (
+        f'{tmp_path / "out/x.pt"}: expected a name that ends in .safetensors')
+    needs(*FOLDERS)
     for target in FOLDERS:
         assert refused(capsys, target, path, tmp_path / 'in') == f'{tmp_path / "in"}: exists; name a new folder'
         assert refused(capsys, target, path, path) == f'{path}: exists; name a new folder'
         assert refused(capsys, target, path, tmp_path / 'none/x') == (
             f'{tmp_path / "none/x"}: cannot be written (No such file or directory); {REMEDY}')
-    assert refused(capsys, 'torch', path, tmp_path / 'none/x.safetensors') == (
-        f'{tmp_path / "none/x.safetensors"}: cannot be written; name a file in a folder that exists')
-    assert refused(capsys, 'torch', path, tmp_path / 'out/x.pt') == (
-        f'{tmp_path / "out/x.pt"}: expected a name that ends in .safetensors')
 
 
 @pytest.mark.parametrize('target', FOLDERS)
-def test_a_failure_in_the_middle_leaves_nothing(capsys, target, stored, tmp_path, monkeypatch, installed):
+def test_a_failure_in_the_middle_leaves_nothing(capsys, target, stored, tmp_path, monkeypatch):
+    needs(target)
+
     def fail(self):
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(Trained, 'tokenizer_files', fail)

@@ -18,7 +18,7 @@ from transformer.train import DEFAULTS as TRANSFORMER
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs').glob('*.md'))]
 INDEX = ROOT / 'docs' / 'README.md'
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
-# Packages that the examples of a page import, besides those of every installation for tests.
+# Packages that the examples of a page import and that the extra `test` does not install.
 PACKAGES = {'docs/export.md': ['torch', 'ctranslate2', 'onnx', 'onnxruntime']}
 NUMBER = re.compile(r'\d+(?:\.\d+)?(?:e[+-]?\d+)?')
 
