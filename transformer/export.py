@@ -6,7 +6,7 @@ from pyops.ops import Positions
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, UNK
 from transformer.model import parameter_specs
 
-ATTENTIONS = {'encoder': ['self_attention'], 'decoder': ['self_attention', 'cross_attention']}
+_ATTENTIONS = {'encoder': ['self_attention'], 'decoder': ['self_attention', 'cross_attention']}
 EPSILON = 1e-5          # of all layer norms: the default of pyops.ops.LayerNorm
 
 
@@ -40,7 +40,7 @@ def _torch_name(name):
         return f'{parts[0]}_norm.{parts[-1]}'
     side, layer, sublayer = parts[:3]
     if parts[3] == 'norm':
-        return f'{side}.{layer}.norms.{[*ATTENTIONS[side], "feed_forward"].index(sublayer)}.{parts[-1]}'
+        return f'{side}.{layer}.norms.{[*_ATTENTIONS[side], "feed_forward"].index(sublayer)}.{parts[-1]}'
     if sublayer == 'feed_forward':                              # w1, b1, w2, b2
         return f'{side}.{layer}.w{parts[3][1]}.{"weight" if parts[3][0] == "w" else "bias"}'
     return name                                                 # the projections of attention
@@ -56,7 +56,7 @@ def torch_state(config, weights):
 
 # ---- CTranslate2 -------------------------------------------------------------------------------------------------
 
-_LONGEST = 2048         # rows of the position table: CTranslate2 cuts sources at 1024 tokens unless it is called otherwise
+_LONGEST = 2048         # rows of the position table; by default CTranslate2 cuts sources at 1024 tokens
 
 
 def ctranslate2_spec(config, weights, tokens):
