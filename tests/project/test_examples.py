@@ -1,15 +1,20 @@
 """Every example runs in each way, and prints what it promises."""
+import functools
+import importlib
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
+from arrays import close
 from conftest import ROOT
 from translation import assert_same_training, newest
 
-from examples import language_model
+from examples import language_model, word_lstm
 from pyops import checkpoint
+from pyops.data import DataLoader, MNISTDataset
 from pyops.errors import UserError
 from pyops.text.pairs import Sequences
 
@@ -19,10 +24,11 @@ WAYS = {'module': (['-m', 'examples.{}'], ROOT), 'file': (['examples/{}.py'], RO
         'its folder': (['{}.py'], ROOT / 'examples'), 'another folder': (['../examples/{}.py'], ROOT / 'docs')}
 
 
-def run(name, way='module'):
+@functools.cache
+def run(name, way='module', *flags):
     arguments, folder = WAYS[way]
     environment = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
-    out = subprocess.run([sys.executable, *(argument.format(name) for argument in arguments)], cwd=folder, text=True,
+    out = subprocess.run([sys.executable, *(argument.format(name) for argument in arguments), *flags], cwd=folder, text=True,
                          capture_output=True, env=environment)
     assert out.returncode == 0, out.stderr
     return out.stdout.splitlines()
@@ -30,12 +36,13 @@ def run(name, way='module'):
 
 @pytest.mark.parametrize('way', [way for way in WAYS if way != 'module'])
 @pytest.mark.parametrize('name', EXAMPLES)
-def test_every_example_runs_from_any_folder_as_a_file_and_as_a_module(name, way):
-    assert run(name, way) == run(name) != []
+def test_every_example_starts_from_any_folder_as_a_file_and_as_a_module(name, way):
+    flags = [] if name == 'mlp_on_tensors' else ['--help']          # it has no flags; the others run as a module below
+    assert run(name, way, *flags) == run(name, 'module', *flags) != []
 
 
 def test_every_example_has_a_test_below():
-    assert EXAMPLES == ['language_model', 'mlp_on_tensors']
+    assert EXAMPLES == ['digits_cnn', 'language_model', 'mlp_on_tensors', 'residual_cnn', 'vision_transformer', 'word_lstm']
 
 
 def test_gradients_from_the_tape_are_those_by_hand_bit_for_bit():
@@ -44,6 +51,70 @@ def test_gradients_from_the_tape_are_those_by_hand_bit_for_bit():
     assert [words[3] for words in losses] == [words[6] for words in losses] and float(losses[-1][3]) < 1 < float(losses[0][3])
     same = [line for line in lines if line.endswith('all 100 gradients have the same bits, and so has the parameter: True')]
     assert [line.split()[0] for line in same] == ['w1', 'bias1', 'w2', 'bias2']
+
+
+# ---- models that run on PyTorch too ------------------------------------------------------------------------------------
+
+def on_torch(name):
+    """Return the example as a module whose model, training and optimizer are PyTorch's: its source with other imports."""
+    text = (ROOT / 'examples' / f'{name}.py').read_text()
+    for ours, theirs in (('from pyops import flags, nn, optim', 'from torch import nn, optim\nfrom pyops import flags'),
+                         ('from pyops import functional as F', 'from torch.nn import functional as F')):
+        assert text.count(ours) == 1
+        text = text.replace(ours, theirs)
+    module = types.ModuleType(f'{name}_on_torch')
+    module.__file__ = str(ROOT / 'examples' / f'{name}.py')
+    exec(compile(text, module.__file__, 'exec'), vars(module))
+    return module
+
+
+def batches_for(name, example, torch):
+    """Return 20 batches of the example's data for both."""
+    if name == 'word_lstm':
+        corpus = example.corpus_of(None)
+        ours = example.pieces_of(corpus.train, 16, 12)[:20]
+    elif name == 'residual_cnn':
+        training, _ = example.datasets(None)
+        ours = [*DataLoader(training, 16, shuffle=True)][:20]
+    else:
+        digits = MNISTDataset(embedded=True)
+        ours = [(x.reshape(-1, 1, 28, 28), y) for x, y in DataLoader(digits, 16, sampler=range(320))]
+    def twin(x):
+        found = torch.tensor(x.numpy())
+        return found.double() if found.is_floating_point() else found.long()
+    return ours, [tuple(map(twin, pair)) for pair in ours]
+
+
+@pytest.mark.parametrize('name, make, more', [
+    ('residual_cnn', lambda m: m.ResNet(4), ()), ('word_lstm', lambda m: m.LanguageModel(WORDS, 24), ()),
+    ('vision_transformer', lambda m: m.VisionTransformer(16), (0.003,)),
+    ('digits_cnn', lambda m: m.ConvNet(4, 20), (0.003, 20))])
+def test_the_loss_curve_of_an_example_is_that_of_pytorch_from_the_same_weights(name, make, more, torch):
+    example, twin = importlib.import_module(f'examples.{name}'), on_torch(name)
+    ours, theirs = batches_for(name, example, torch)
+    model, module = make(example), make(twin).double()
+    missing, unexpected = module.load_state_dict(
+        {name: torch.tensor(value).double() for name, value in model.state_dict().items()}, strict=False)
+    assert not unexpected and all('num_batches_tracked' in key for key in missing)
+    found = example.train(model, example.make_optimizer(model, 0.003), ours, *more)
+    wanted = twin.train(module, twin.make_optimizer(module, 0.003), theirs, *more)
+    assert len(found) == 20 and found[-1] < found[0] - 0.1
+    close(np.array(found), np.array(wanted), 2e-4)
+
+
+WORDS = len(word_lstm.corpus_of(None))
+
+
+@pytest.mark.parametrize('name, better', [('residual_cnn', 0.8), ('vision_transformer', 0.8), ('digits_cnn', 0.95)])
+def test_the_classifiers_learn_in_seconds(name, better):
+    *_, last = run(name)
+    assert float(last.split()[-1]) > better
+
+
+def test_the_words_of_the_lstm_are_predicted_better_than_by_chance():
+    *epochs, text = run('word_lstm')
+    perplexities = [float(line.split()[-1]) for line in epochs]
+    assert perplexities[-1] < perplexities[0] < WORDS / 4 and len(text.split()) >= 15
 
 
 # ---- the language model ------------------------------------------------------------------------------------------------
