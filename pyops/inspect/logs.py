@@ -19,14 +19,19 @@ from typing import TYPE_CHECKING, Any
 from pyops.errors import UserError, printable
 from pyops.inspect.checks import Refused, is_count, parse_json
 from pyops.inspect.manifest import NAME, Manifest, known_format, parse_format, tensor_line
-from pyops.inspect.readers import SUFFIXES, NoTorch, list_tensors, nbytes, read
+from pyops.inspect.readers import SUFFIXES, list_tensors, nbytes, read
 from pyops.inspect.writer import MANIFEST, padding
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     import numpy as np
 
     from pyops.formats import Format
     from pyops.typing import PathLike, Shape
+
+TAGS = 'phase', 'component', 'rank', 'sample', 'group'           # fields of an Entry that come from dumps of Megatron
+ATTENTION_WEIGHTS = 'weights', 'attention_weights', 'attention_probs', 'attn_weights'      # names that programs use
 
 _TIME = re.compile(r'(.+)_t(\d{1,9})', re.S)
 
@@ -44,7 +49,8 @@ class Entry:
     layer: name in the model, such as encoder.0.self_attention.q, or linear_L3;  index: number among the layers of its type
     format, options, axis: the rounding that the run applied when it used the tensor; the stored values are not rounded
     uses: all roundings, as in the manifest;  mask: the axes with padding, as in the manifest
-    run: number of the training run in the folder's manifest
+    run: number of the run line in the folder's manifest;  training: number of the training, which a resumed run continues
+    phase, component, rank, sample, group: from dumps of Megatron, '' or None elsewhere
     """
     folder: str
     file: str
@@ -69,6 +75,12 @@ class Entry:
     statistics: dict | None = field(hash=False)
     relative_path: str = ''         # path of the file relative to the folder given to Logs
     run: int = 0
+    training: int = 0
+    phase: str = ''
+    component: str = ''
+    rank: int | None = None
+    sample: int | None = None
+    group: int | None = None
 
     @property
     def path(self) -> str:
@@ -81,10 +93,31 @@ class Entry:
 
     @property
     def title(self) -> str:
-        """Such as 'encoder.0.self_attention.q forward input, step 10'; ', t 3' and ', mxfp8' are appended if they apply."""
+        """Such as 'encoder.0.self_attention.q forward input, step 10'; ', t 3', ', rank 7' and ', mxfp8' are appended if they
+        apply."""
         time = '' if self.time is None else f', t {self.time}'
+        origin = f', {self.place}' if self.place else ''
         fmt = '' if self.format == 'fp32' else f', {self.format}'
-        return printable(f'{self.layer} {self.operation} {self.name}, step {self.step}{time}{fmt}')
+        return printable(f'{self.layer} {self.operation} {self.name}, step {self.step}{time}{origin}{fmt}')
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What distinguishes tensors of one layer, name and step: {'rank': 'rank 7', ...} of the fields that are known."""
+        texts = {name: f'{name} {value}' for name in ('rank', 'sample', 'group') if (value := getattr(self, name)) is not None}
+        if self.phase or self.component:
+            texts = {'part': ' '.join(filter(None, (self.phase, self.component)))} | texts
+        return texts
+
+    @property
+    def place(self) -> str:
+        """The tags as one text, such as 'pre FA, rank 7, sample 0'; '' without tags."""
+        return printable(', '.join(self.tags.values()))
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether this is a tensor of attention weights, (B, heads, Tq, Tk) or (B, Tq, Tk), that is not empty."""
+        return (self.layer_type == 'attention' and self.name in ATTENTION_WEIGHTS and len(self.shape) in (3, 4)
+                and 0 not in self.shape)
 
     @property
     def stem(self) -> str:
@@ -97,8 +130,6 @@ class Entry:
         """Return the values as a C-contiguous float32 array.  LogError if the file is missing, damaged or was replaced."""
         try:
             array = read(self.path, self.key)
-        except NoTorch as error:
-            raise LogError(f'{printable(self.path)}: {error}') from error
         except Refused as error:
             raise LogError(f'{printable(self.path)}: {error}; save the tensor again or remove the file') from error
         except OSError as error:
@@ -114,7 +145,8 @@ class Logs:
     """The tensors of a folder with the metadata of its manifests.
 
     entries: list of Entry, ordered by (step, counter);  skipped: list of (file, reason)
-    steps: a dict with step, loss and norm per training step;  run: the last run line of the manifest, {} without one
+    steps: a dict with step, loss, norm, training and folder per training step
+    run: the last run line of the manifest, {} without one
     empty: accept a folder without tensors, because a run may still add them
     UserError if the folder cannot be read, or is empty without `empty`.
     """
@@ -156,7 +188,7 @@ class Logs:
         subfolders = state.refresh(new)
         if name in self._folders or not name or state.known or state.manifest.lines or state.manifest.refused:
             self._folders[name] = state         # other subfolders, such as one of pictures, are ignored without a report
-        self.steps += state.manifest.take_steps()
+        self.steps += [step | {'folder': name} for step in state.manifest.take_steps()]
         self.run = state.manifest.run or self.run
         return subfolders
 
@@ -197,6 +229,42 @@ class Logs:
         name = os.path.relpath(entry.folder, self.folder)
         state = self._folders.get('' if name == '.' else name)
         return state.manifest.batches.get((entry.run, entry.step), {}) if state else {}
+
+
+def places(entries: Sequence[Entry]) -> list[str]:
+    """Return per entry the text that distinguishes it from the other entries of its layer: 'rank0, run 2, sample 1'.
+
+    It has the subfolder, the number of the training and the tags, without those that are the same in the whole layer.
+    """
+    known = [_origin(os.path.dirname(entry.relative_path), entry.training) | entry.tags for entry in entries]
+    values: dict[str, dict[str, set[str]]] = {}
+    for entry, texts in zip(entries, known, strict=True):
+        of_layer = values.setdefault(entry.layer, {})
+        for name in _PLACES:
+            of_layer.setdefault(name, set()).add(texts.get(name, ''))
+    return [printable(', '.join(texts[name] for name in _PLACES if texts.get(name) and len(values[entry.layer][name]) > 1))
+            for entry, texts in zip(entries, known, strict=True)]
+
+
+def curves(steps: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the steps of Logs.steps by training: {'rank0, run 2': [...]}; '' is the only one."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for step in steps:
+        groups.setdefault((step.get('folder', ''), step.get('training', 0)), []).append(step)
+    folders, numbers = ({key[i] for key in groups} for i in (0, 1))
+    result = {}
+    for folder, number in sorted(groups):
+        texts = _origin(folder if len(folders) > 1 else '', number) if len(numbers) > 1 else {'folder': folder}
+        name = ', '.join(filter(None, texts.values())) if len(groups) > 1 else ''
+        result[printable(name)] = groups[folder, number]
+    return result
+
+
+def _origin(folder: str, training: int) -> dict[str, str]:
+    return {'folder': folder, 'training': f'run {training + 1}'}
+
+
+_PLACES = 'folder', 'training', 'part', 'rank', 'sample', 'group'
 
 
 def _sort_key(entry: Entry) -> tuple[int, int, int, str, str]:
@@ -291,7 +359,8 @@ class _Folder:
             line = tensor_line({**parse_json(metadata['pyops']), 'file': shared['file']})
             if line['shape'] != shape:
                 raise Refused(f'the tensor has shape {shape}, but the metadata of the file has {line["shape"]}')
-            return Entry(**{**line, **shared, 'dtype': dtype}, run=run, key=key, origin=self.manifest.origin(run))
+            return Entry(**{**line, **shared, 'dtype': dtype}, run=run, training=self.manifest.training, key=key,
+                         origin=self.manifest.origin(run))
         stem = os.path.splitext(shared['file'])[0]
         fields = _fields(stem, metadata)
         name, time = fields['name'], None
@@ -307,26 +376,34 @@ class _Folder:
                      step=fields['step'], time=None if time is None else int(time),
                      format=known_format(fmt) or 'fp32', options={},
                      axis=0 if layer_type == 'attention' and name == 'value' and shape else -1, uses=(), shape=shape,
-                     dtype=dtype, mask=(), statistics=None, run=run)
+                     dtype=dtype, mask=(), statistics=None, run=run, training=self.manifest.training, phase=fields['phase'],
+                     component=fields['component'],
+                     **{tag: None if fields[tag] is None else int(fields[tag]) for tag in ('rank', 'sample', 'group')})
 
 
 def _fields(stem: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the fields in a file's name.  `metadata`, as in dumps of Megatron, takes precedence."""
     match = NAME.fullmatch(stem)
     fields = {'timestamp': '', 'counter': 0, 'layer': '' if match else stem, 'layer_type': 'other', 'index': None,
-             'operation': '', 'format': 'fp32', 'name': stem, 'step': 0} | (match.groupdict() if match else {})
+              'operation': '', 'format': 'fp32', 'name': stem, 'step': 0, 'phase': '', 'component': '', 'rank': None,
+              'sample': None, 'group': None}
+    if match:
+        fields |= {key: value for key, value in match.groupdict().items() if value is not None}
+        fields['step'] = int(fields['step'])
     for key, name in (('layer_type', 'layer_type'), ('operation', 'operation'), ('format', 'quant_type'),
-                      ('name', 'tensor_name')):
+                      ('name', 'tensor_name'), ('phase', 'phase'), ('component', 'component')):
         value = metadata.get(name)
         if isinstance(value, str) and value and (key != 'operation' or value in ('forward', 'backward')):
             fields[key] = value
     if metadata.get('layer_type') and not match:
         fields['layer'] = ''
-    if is_count(metadata.get('layer_idx')):
-        fields['index'] = metadata['layer_idx']
-    for name in ('step', 'iteration'):
-        if is_count(metadata.get(name)):
-            fields['step'] = metadata[name]
+    for key, names in (('index', ('layer_idx',)), ('step', ('step', 'iteration')), ('rank', ('rank',)),
+                       ('sample', ('sample', 'sample_idx')), ('group', ('group', 'group_idx'))):
+        for name in names:
+            if is_count(metadata.get(name)):
+                fields[key] = metadata[name]
+    if fields['phase'] == 'unknown':
+        fields['phase'] = ''
     return fields
 
 

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 _LINE_LIMIT = 64 << 20              # bytes; far more than any writer needs
 _REPORT_LIMIT = 100                 # invalid lines reported per manifest
 
-# {timestamp}_{counter}_{layer_type}_{operation}_{quant_type}_{tensor_name}; other programs write the phase and the component
-# between operation and format (pre_FA) and may omit the layer index
-NAME = re.compile(r'(?:.*_)?(?P<timestamp>\d{8}_\d{6})_(?P<counter>\d{1,15})_'
+# {timestamp}_{counter}_{layer_type}_{operation}_{quant_type}_{tensor_name}; a fork of Megatron adds the iteration, the phase
+# and the component (pre_FA), the rank, the sample and the group, and may omit the layer index
+NAME = re.compile(r'(?:.*_)?(?P<timestamp>\d{8}_\d{6})_(?P<counter>\d{1,15})_(?:iter(?P<step>\d{1,9})_)?'
                   r'(?P<layer_type>[A-Za-z]\w*?)(?:_L(?P<index>\d{1,9}))?_(?P<operation>forward|backward)'
-                  r'(?:_(?:pre|post|unknown)_[A-Za-z]+)?_(?P<format>[A-Za-z0-9]+)_(?P<name>.+)', re.S)
+                  r'(?:_(?P<phase>pre|post|unknown)_(?P<component>[A-Za-z]+))?_(?P<format>[A-Za-z0-9]+)'
+                  r'(?:_rank(?P<rank>\d{1,9}))?(?:_sample(?P<sample>\d{1,9}))?(?:_group(?P<group>\d{1,9}))?_(?P<name>.+)', re.S)
 _STATISTICS = 'count', 'nan', 'inf', 'zeros', 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
 
 
@@ -34,6 +35,8 @@ class Manifest:
     def __init__(self, path: str) -> None:
         self.path = path
         self.offset = self.lines = self.runs = self.bad = 0
+        self.training = 0               # number of the current training, which a resumed run continues
+        self._last_step, self._begins = -1, False
         self.run: dict[str, Any] = {}
         self.origins: list[str] = []
         self.batches: dict[tuple[int, int], dict[str, Any]] = {}    # (run, step) -> {'lengths': ..., 'tokens': ...}
@@ -90,19 +93,32 @@ class Manifest:
         kind = line.get('kind')
         if kind == 'run':
             self.runs += 1
+            self._begins = True
             self.run = line
             self.origins.append(line['origin'] if line.get('origin') in ('pyops', 'torch') else 'file')
             if not isinstance(line.get('version'), int) or line['version'] > VERSION:
                 raise Refused(f'unsupported version {line.get("version")}; expected at most {VERSION}; update pyops')
         elif kind == 'tensor':
-            return {**tensor_line(line), 'run': max(self.runs - 1, 0)}
+            tensor = tensor_line(line)
+            return {**tensor, 'run': max(self.runs - 1, 0), 'training': self._training_of(tensor['step'])}
         elif kind == 'batch':
             self.batches[max(self.runs - 1, 0), _count(line, 'step')] = _batch_line(line)
         elif kind == 'step':
-            self._steps.append({'step': _count(line, 'step'), 'loss': _number(line, 'loss'), 'norm': _number(line, 'norm')})
+            step = _count(line, 'step')
+            self._steps.append({'step': step, 'loss': _number(line, 'loss'), 'norm': _number(line, 'norm'),
+                                'training': self._training_of(step)})
         elif kind == 'lost':
             self.refused.append((_text(line, 'file'), f'could not be written: {printable(_text(line, "reason"))}'))
         return None
+
+    def _training_of(self, step: int) -> int:
+        """Return the number of the training to which a line belongs.  A run that begins after the last step continues it."""
+        if self._begins:
+            self._begins = False
+            if step <= self._last_step:
+                self.training, self._last_step = self.training + 1, -1
+        self._last_step = max(self._last_step, step)
+        return self.training
 
 
 def tensor_line(line: dict[str, Any]) -> dict[str, Any]:

@@ -101,3 +101,37 @@ def _write(path, array, line, as_):
         torch.save({'tensor': torch.from_numpy(array), 'pyops': json.dumps(line)}, path)
     else:
         save_file({'tensor': np.ascontiguousarray(array)}, path, {'pyops': json.dumps(line)})
+
+
+def make_megatron_dump(folder, ranks=2, iterations=(0, 1), is_zip=False, metadata=True):
+    """Write the files of a fork of Megatron whose saver uses torch.save, by default in its layout before torch 1.6.
+
+    -> {file: float32 array}
+    """
+    import torch
+    os.makedirs(folder, exist_ok=True)
+    rng, arrays, counter = np.random.default_rng(5), {}, 0
+    T, B = 6, 2
+    tensors = [('attention', 'FA', 'pre', name, (T, B, HEADS, WIDTH)) for name in ('query', 'key', 'value')]
+    tensors += [('attention', 'FA', 'post', 'attention_weights', (B, HEADS, T, T)),
+                ('attention', 'FA', 'post', 'output', (T, B, HEADS * WIDTH)),
+                ('linear', 'linear', 'pre', 'input', (T, B, 16)), ('linear', 'linear', 'pre', 'weight', (24, 16)),
+                ('linear', 'linear', 'post', 'output', (T, B, 24))]
+    for iteration in iterations:
+        for rank in range(ranks):
+            for sample in range(2):
+                for kind, component, phase, name, shape in tensors:
+                    counter += 1
+                    array = rng.standard_normal(shape).astype(np.float32)
+                    if name == 'attention_weights':
+                        array = np.exp(array) / np.exp(array).sum(-1, keepdims=True)
+                    file = (f'20250908_092156_{counter:04d}_iter{iteration:03d}_{kind}_L1_forward_{phase}_{component}_mxfp8_'
+                            f'rank{rank:02d}_sample{sample:03d}_group000_{name}.pt')
+                    payload = {'tensor': torch.from_numpy(array)}
+                    if metadata:
+                        payload['metadata'] = {
+                            'layer_type': kind, 'operation': 'forward', 'quant_type': 'mxfp8', 'tensor_name': name,
+                            'layer_idx': 1, 'phase': phase, 'component': component, 'rank': rank, 'iteration': iteration}
+                    torch.save(payload, os.path.join(folder, file), _use_new_zipfile_serialization=is_zip)
+                    arrays[file] = array
+    return arrays

@@ -9,11 +9,11 @@ import zipfile
 
 import numpy as np
 import pytest
-from dumps import make_dump
+from dumps import make_dump, make_megatron_dump
 from safetensors.numpy import save_file
 
 from pyops.errors import UserError, printable
-from pyops.inspect.logs import LogError, Logs
+from pyops.inspect.logs import LogError, Logs, curves, places
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -52,7 +52,7 @@ def test_a_dump_is_read_bit_for_bit_with_or_without_its_manifest(tmp_path, as_, 
 
 
 def bare(entry):
-    return dataclasses.replace(entry, run=0)
+    return dataclasses.replace(entry, run=0, training=0)
 
 
 def test_an_entry_has_the_fields_of_its_manifest_line(tmp_path):
@@ -186,19 +186,58 @@ def test_files_of_torch_save_are_read(tmp_path, torch):
     logs = Logs(tmp_path)
     assert logs.skipped == []
     found = {entry.name: entry for entry in logs.entries}
-    assert sorted(found) == ['a\udcff b', 'bare', 'key', 'one', 'several.a', 'several.b']
+    assert sorted(found) == ['a\udcff b', 'bare', 'key', 'one', 'several.a', 'several.b', 'several.c']
     for name, entry in found.items():
-        expected = X[:, :2] if 'ff b' in entry.title else X.T if name == 'several.b' else X
+        expected = X[:, :2] if 'ff b' in entry.title else X.T if name == 'several.b' else X         # several.c: integers
         assert np.array_equal(entry.load(), expected) and entry.shape == expected.shape
         assert entry.title.isprintable()
     assert [found[name].dtype for name in ('bare', 'one', 'several.a', 'several.b')] == \
         ['float32', 'float16', 'float64', 'bfloat16']
     key = found['key']
     assert (key.layer, key.operation, key.format, key.index, key.step) == ('attention_L7', 'forward', 'mxfp4', 7, 20)
-    assert len({entry.stem for entry in logs.entries}) == 6 and all(entry.stem.isascii() for entry in logs.entries)
+    assert len({entry.stem for entry in logs.entries}) == 7 and all(entry.stem.isascii() for entry in logs.entries)
 
 
-def test_floating_point_dtypes_are_widened_and_others_refused(tmp_path):
+@pytest.mark.parametrize(('is_zip', 'metadata'), [(False, True), (True, True), (False, False)])
+def test_a_dump_of_megatron_keeps_rank_sample_phase_component_and_group(tmp_path, torch, is_zip, metadata):
+    arrays = make_megatron_dump(tmp_path, is_zip=is_zip, metadata=metadata)
+    logs = Logs(tmp_path)
+    assert logs.skipped == [] and len(logs.entries) == len(arrays) == 64
+    for entry in logs.entries:
+        assert np.array_equal(entry.load(), arrays[entry.file])
+        for part in (f'iter{entry.step:03d}', f'_{entry.phase}_{entry.component}_', f'rank{entry.rank:02d}',
+                     f'sample{entry.sample:03d}', f'group{entry.group:03d}_{entry.name}.pt'):
+            assert part in entry.file
+        assert (entry.layer, entry.operation, entry.format) == (f'{entry.layer_type}_L1', 'forward', 'mxfp8')
+        assert entry.is_weights == (entry.name == 'attention_weights')
+    assert len({entry.title for entry in logs.entries}) == 64
+    first = logs.entries[0]
+    assert first.title == 'attention_L1 forward query, step 0, pre FA, rank 0, sample 0, group 0, mxfp8'
+    assert first.place == 'pre FA, rank 0, sample 0, group 0'
+    assert places(logs.entries)[0] == 'pre FA, rank 0, sample 0'                    # the group is the same everywhere
+    some = [entry for entry in logs.entries if entry.rank == 1 and entry.sample == 0]
+    assert set(places(some)) == {'pre FA', 'post FA', 'pre linear', 'post linear'}
+
+
+def test_several_trainings_in_one_folder_are_separate_and_a_resumed_run_continues_its_own(tmp_path):
+    line = {'kind': 'tensor', 'counter': 1, 'layer': 'a', 'layer_type': 'linear', 'index': 0, 'operation': 'forward',
+            'name': 'input', 'format': 'fp32', 'shape': [3, 4]}
+    lines = []
+    for run, steps in enumerate((range(3), range(3, 6), range(4))):         # a run, its continuation, another run
+        lines.append({'kind': 'run', 'version': 1, 'program': 'p'})
+        for step in steps:
+            name = f'20250908_09215{run}_{step:04d}_linear_L0_forward_fp32_input.safetensors'
+            lines += [{**line, 'step': step, 'file': saved(tmp_path, name)}, {'kind': 'step', 'step': step, 'loss': 1.0 + run}]
+    write_manifest(tmp_path, *lines)
+    logs = Logs(tmp_path)
+    found = curves(logs.steps)
+    assert {name: [step['step'] for step in steps] for name, steps in found.items()} == {
+        'run 1': [0, 1, 2, 3, 4, 5], 'run 2': [0, 1, 2, 3]}
+    assert {(entry.run, entry.training) for entry in logs.entries} == {(0, 0), (1, 0), (2, 1)}
+    assert dict(zip([entry.training for entry in logs.entries], places(logs.entries), strict=True)) == {0: 'run 1', 1: 'run 2'}
+
+
+def test_floating_point_and_integer_dtypes_are_widened_and_others_refused(tmp_path):
     header = {'half': {'dtype': 'F16', 'shape': [2], 'data_offsets': [0, 4]},
               'brain': {'dtype': 'BF16', 'shape': [2], 'data_offsets': [4, 8]},
               'double': {'dtype': 'F64', 'shape': [2], 'data_offsets': [8, 24]},
@@ -214,14 +253,14 @@ def test_floating_point_dtypes_are_widened_and_others_refused(tmp_path):
     write_safetensors(tmp_path / 'all_whole.safetensors', {'a': {'dtype': 'I8', 'shape': [1], 'data_offsets': [0, 1]}}, b'1')
     logs = Logs(tmp_path)
     found = {entry.name: entry for entry in logs.entries}
-    assert sorted(found) == ['big-endian', 'brain', 'double', 'half']
+    assert sorted(found) == ['a', 'big-endian', 'brain', 'double', 'half', 'truth', 'whole']
     for name in ('half', 'brain', 'big-endian'):
         assert np.array_equal(found[name].load(), values) and found[name].load().dtype == np.float32
     assert found['double'].load().tolist() == [np.inf, np.float32(0.1)] and found['double'].dtype == 'float64'
-    dtypes = 'expected float64, float32, float16 or bfloat16'
+    assert found['whole'].load().tolist() == [0, 1, 2] and found['whole'].dtype == 'int64'
+    assert found['truth'].load().tolist() == [1, 1, 1] and found['a'].load().tolist() == [ord('1')]
     assert {file: reason for file, reason in logs.skipped} == {
-        'whole.npy': f'a tensor of int64: {dtypes}', 'truth.npy': f'a tensor of bool: {dtypes}',
-        'complex.npy': f'a tensor of complex128: {dtypes}', 'all_whole.safetensors': f'a tensor of I8: {dtypes}'}
+        'complex.npy': 'a tensor of complex128: expected floating-point numbers of 64 to 8 bits, integers or bool'}
 
 
 def write_safetensors(path, header, raw):
@@ -273,7 +312,7 @@ def test_code_in_a_file_is_never_run(tmp_path, torch):
     write_manifest(folder, {**line, 'file': 'named.pt'})                # even if the manifest lists the file
     logs = Logs(folder)
     named, = (entry for entry in logs.entries if entry.file == 'named.pt')
-    with pytest.raises(LogError, match='named.pt: damaged, or contains Python objects, which could run code'):
+    with pytest.raises(LogError, match='named.pt: contains Python objects, which could run code'):
         named.load()
     assert [entry.file for entry in logs.entries if entry is not named] == [good]
     assert sorted(file for file, _ in logs.skipped) == ['objects.npy', 'old.pt', 'raw.npy', 'raw.pt', 'zip.pt']
@@ -403,8 +442,8 @@ def test_links_out_of_the_folder_are_refused(tmp_path):
     out = 'a link that leads out of the folder'
     assert dict(logs.skipped) == {
         'out.npy': out, 'rank0': out, 'dangling.pt': 'cannot be read (No such file or directory)',
-        'loop.npy': reason_of(logs, 'loop.npy'), 'pipe.npy': 'not a tensor file; expected .safetensors, .pt, .npy',
-        'notes.txt': 'not a tensor file; expected .safetensors, .pt, .npy'}
+        'loop.npy': reason_of(logs, 'loop.npy'), 'pipe.npy': 'not a tensor file; expected .safetensors, .pt, .pth, .bin, .npy',
+        'notes.txt': 'not a tensor file; expected .safetensors, .pt, .pth, .bin, .npy'}
     assert len(Logs(make_link(tmp_path / 'by link', folder)).entries) == 2          # the folder itself may be a link
 
 
