@@ -53,8 +53,9 @@ def _add_compare(parser):
     _add_choice(parser)
     parser.add_argument('--axis', type=_axis, metavar='N|tokens',
                         help='axis of the blocks; tokens: all axes but the last, as one (default: as in the run)')
-    parser.add_argument('--sort', choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'block'), default='sqnr',
-                        help='measure to sort by; block: SQNR of the worst block (default %(default)s)')
+    parser.add_argument('--sort', default='sqnr',
+                        choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'overflow', 'block'),
+                        help='measure to sort by, after overflow; block: SQNR of the worst block (default %(default)s)')
     parser.add_argument('--top', type=_number(1), metavar='N', help='number of lines (default 30; with --json all)')
     parser.add_argument('--json', action='store_true', help='print one JSON document instead of the table')
     parser.add_argument('-o', '--output', type=output_file, metavar='FILE', help='write to FILE instead of standard output')

@@ -19,8 +19,9 @@ import numpy as np
 from pyops import formats
 from pyops.errors import UserError, printable
 from pyops.inspect.choice import select
-from pyops.inspect.logs import Entry, LogError, Logs
-from pyops.inspect.statistics import block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
+from pyops.inspect.logs import TAGS, Entry, LogError, Logs
+from pyops.inspect.statistics import BLOCK, block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
+from pyops.inspect.writer import size_text
 from pyops.training import watch
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ SORTS = {'sqnr': _Column('SQNR dB', 'sqnr_db', False, '.2f'),
          'error': _Column('max error', 'max_abs_error', True, '.2e'),
          'underflow': _Column('under %', 'underflow_pct', True, '.2f'),
          'saturation': _Column('satur %', 'saturation_pct', True, '.2f'),
+         'overflow': _Column('overflow', 'overflow', True, 'd'),
          'block': _Column('block dB', 'worst_block_db', False, '.2f')}
 
 _DROPPED = 'block', 'cosine', 'error'           # columns to omit on a narrow terminal, in this order
+_LINE, _MUCH = 250, 50_000_000             # bytes of a line of --per-block, and above which its size is announced
 _ROOM = 30                                      # characters for a tensor's name before columns are omitted
 _BLOCK_COLUMNS = 'sqnr_db', 'cosine', 'max_abs_error', 'underflow_pct', 'saturation_pct'
 
@@ -84,8 +87,8 @@ def compare(entries: Iterable[Entry], fmts: Sequence[Format],
     """Round every tensor to every format.  Return ([Row], [(file, reason)] of unreadable files).
 
     mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: the entry's axis.
-    on_blocks: called with (entry, format, statistics of the blocks, log2 of their scales or None).  One tensor at a time is in
-    memory.
+    on_blocks: called with (entry, format, axis, statistics of the blocks, log2 of their scales or None).  One tensor at a time
+    is in memory.
     """
     rows, skipped = [], []
     for entry in progress(entries):
@@ -99,12 +102,12 @@ def compare(entries: Iterable[Entry], fmts: Sequence[Format],
         for fmt in fmts:
             whole, blocks = measure(x, fmt, along, mask)
             worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # ignores NaN: no SQNR
-            if entry.layer_type == 'attention' and entry.name == 'weights' and x.ndim:
+            if entry.is_weights:
                 whole['row_sum_error'] = row_sum_error(x, fmt, along, mask)
             histograms = {'exponents': binades, 'scales': scale_codes(x, fmt, along, mask), 'digits': digits(x, fmt, mask)}
             rows.append(Row(entry, fmt, whole | {'worst_block_db': worst}, histograms))
             if on_blocks:
-                on_blocks(entry, fmt, blocks, block_scales(x, fmt, along) if fmt.is_block else None)
+                on_blocks(entry, fmt, along, blocks, block_scales(x, fmt, along) if fmt.is_block else None)
     return rows, skipped
 
 
@@ -123,9 +126,10 @@ def totals(rows: Sequence[Row]) -> list[Total]:
 
 
 def ranked(rows: Iterable[Row], sort: str = 'sqnr') -> list[Row]:
-    """Return the rows sorted by a key of SORTS, worst first; rows without that value are last."""
+    """Return the rows sorted by a key of SORTS, worst first: rows with overflow first, rows without that value last."""
     key, sign = SORTS[sort].key, -1 if SORTS[sort].is_worst_largest else 1
-    return sorted(rows, key=lambda row: (math.isnan(row.statistics[key]), sign * row.statistics[key]))
+    return sorted(rows, key=lambda row: (-row.statistics['overflow'], math.isnan(row.statistics[key]),
+                                         sign * row.statistics[key]))
 
 
 def _sqnr(rows):
@@ -147,6 +151,9 @@ def run(options):
     fmts = parse_formats(options.formats)
     logs = Logs(options.logs)
     entries = select(logs.entries, options.layers, options.names, options.steps)
+    if options.per_block and (nbytes := _LINE * _block_lines(entries, fmts, options.axis)) > _MUCH:
+        print(f'--per-block: {printable(options.per_block)} will have about {size_text(nbytes)}; choose fewer tensors with '
+              '--layers, --names or --steps, or fewer formats', file=sys.stderr, flush=True)
     with _Blocks(options.per_block) as blocks:
         rows, unread = compare(entries, fmts, logs.mask, options.axis, lambda entries: watch(entries, len(entries), 'compare'),
                                blocks.add if options.per_block else None)
@@ -195,8 +202,8 @@ class _Blocks:
             with self._failing():
                 self._file = open(self.path, 'w', newline='', errors='surrogateescape')
                 self._csv = csv.writer(self._file)
-                self._csv.writerow(['file', 'tensor', 'step', 'layer', 'operation', 'name', 'format', 'block', *_BLOCK_COLUMNS,
-                                    'log2_scale'])
+                self._csv.writerow(['file', 'tensor', 'step', 'layer', 'operation', 'name', *TAGS, 'format', 'block', 'row',
+                                    'column', *_BLOCK_COLUMNS, 'log2_scale'])
         return self
 
     def __exit__(self, kind, error, trace):
@@ -204,14 +211,16 @@ class _Blocks:
             with self._failing() if kind is None else contextlib.suppress(OSError):
                 self._file.close()
 
-    def add(self, entry, fmt, blocks, scales):
+    def add(self, entry, fmt, axis, blocks, scales):
         # the index of a block, such as 3:0:17, has one number per axis of the tensor
-        start = [entry.relative_path, entry.key, entry.step, entry.layer, entry.operation, entry.name, str(fmt)]
+        start = [entry.relative_path, entry.key, entry.step, entry.layer, entry.operation, entry.name,
+                 *('' if getattr(entry, tag) is None else getattr(entry, tag) for tag in TAGS), str(fmt)]
         with self._failing():
             for index in np.ndindex(blocks['sqnr_db'].shape):
                 figures = (f'{blocks[name][index]:.6g}' for name in _BLOCK_COLUMNS)
                 scale = '' if scales is None else f'{scales[index]:g}'
-                self._csv.writerow([*start, ':'.join(map(str, index)), *figures, scale])
+                corner = _first_element(entry, fmt, axis, index)
+                self._csv.writerow([*start, ':'.join(map(str, index)), *corner, *figures, scale])
 
     @contextlib.contextmanager
     def _failing(self):
@@ -219,6 +228,27 @@ class _Blocks:
             yield
         except OSError as error:
             raise _cannot_write(self.path, error, '--per-block') from error
+
+
+def _first_element(entry, fmt, axis, index):
+    """Return the row and the column of a block's first element in the tensor as a matrix: leading axes by last axis."""
+    shape = entry.shape or (1,)
+    shape = (math.prod(shape[:-1]), shape[-1]) if axis == 'tokens' else shape
+    axis = 0 if axis == 'tokens' else axis % len(shape)
+    element = [i * (fmt.block or BLOCK) if j == axis else i for j, i in enumerate(index or (0,))]
+    return divmod(int(np.ravel_multi_index(element, shape)), shape[-1])
+
+
+def _block_lines(entries, fmts, axis):
+    """Return the number of lines of the CSV file."""
+    lines = 0
+    for entry in entries:
+        along = _axis(entry, axis)
+        count = math.prod(entry.shape)
+        length = count // max(entry.shape[-1], 1) if along == 'tokens' else (entry.shape or (1,))[along]
+        for fmt in fmts if count else ():
+            lines += count // length * -(-length // (fmt.block or BLOCK))
+    return lines
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -232,7 +262,7 @@ def _table(options, rows, shown, width):
     yield f'{tensors} of {printable(options.logs)}, {of}; worst first by {SORTS[options.sort].title}'
     yield ''
     wide, digits = max(6, *(len(str(row.format)) for row in rows)), max(4, len(str(steps[-1])))
-    columns = _columns(options.sort, wide + digits, width)
+    columns = _columns(options.sort, wide + digits, width, any(row.statistics['overflow'] for row in rows))
     start = '  '.join(f'{column.title:>{_size(column)}}' for column in columns)
     yield _cut(f'{start}  {"format":<{wide}}  {"step":>{digits}}  tensor', width)
     for row in shown:
@@ -252,9 +282,9 @@ def _table(options, rows, shown, width):
         yield _cut_name(f'{str(total.format):<{wide}}  {figures}  ', name, width)
 
 
-def _columns(sort, others, width):
-    """Return the columns that fit beside the name, and always the column of --sort."""
-    columns = list(SORTS.values())
+def _columns(sort, others, width, has_overflow):
+    """Return the columns that fit beside the name, and always the column of --sort.  That of overflow only if there is any."""
+    columns = [column for name, column in SORTS.items() if name != 'overflow' or name == sort or has_overflow]
     for name in _DROPPED:
         if width is None or sum(_size(column) + 2 for column in columns) + others + 4 + _ROOM <= width:
             break
@@ -268,13 +298,13 @@ def _size(column):
 
 
 def _text(value, how='.2f'):
-    return 'exact' if value == math.inf else '-' if math.isnan(value) else f'{value:{how}}'
+    return ('exact' if value == math.inf and how == '.2f' else '-' if math.isnan(value) else f'{value:{how}}')
 
 
 def _name(entry):
     time = '' if entry.time is None else f' t {entry.time}'
-    rank = os.path.dirname(entry.relative_path)
-    return printable(f'{rank + "/" if rank else ""}{entry.layer} {entry.name}{time}')
+    folder, place = os.path.dirname(entry.relative_path), f' ({entry.place})' if entry.place else ''
+    return printable(f'{folder + "/" if folder else ""}{entry.layer} {entry.name}{time}{place}')
 
 
 def _cut(text, width):
@@ -298,7 +328,8 @@ def _document(options, fmts, rows, all_totals, skipped):
         'logs': os.fspath(options.logs), 'formats': [str(fmt) for fmt in fmts], 'sort': options.sort,
         'tensors': [{'file': row.entry.relative_path, 'key': row.entry.key, 'step': row.entry.step, 'time': row.entry.time,
                      'layer': row.entry.layer, 'layer_type': row.entry.layer_type, 'index': row.entry.index,
-                     'operation': row.entry.operation, 'name': row.entry.name, 'shape': row.entry.shape,
+                     'operation': row.entry.operation, 'name': row.entry.name, 'run': row.entry.training,
+                     **{tag: getattr(row.entry, tag) for tag in TAGS}, 'shape': row.entry.shape,
                      'axis': _axis(row.entry, options.axis), 'format': str(row.format),
                      **{key: _finite(value) for key, value in row.statistics.items()}, **row.histograms} for row in rows],
         'totals': [{'format': str(total.format), 'tensors': total.tensors, 'sqnr_db': _finite(total.sqnr_db),

@@ -55,7 +55,7 @@ def describe(x: Any, mask: np.ndarray | None = None) -> dict[str, Any]:
     if not finite:
         return result | dict.fromkeys(_MOMENTS)
     mean = total / finite
-    return result | {'amax': max(-low, high), 'mean': mean, 'mean_abs': total_abs / finite,
+    return result | {'amax': max(abs(low), abs(high)), 'mean': mean, 'mean_abs': total_abs / finite,
                      'rms': math.sqrt(squares / finite), 'std': math.sqrt(max(squares / finite - mean * mean, 0.0)),
                      'min': low, 'max': high}
 
@@ -74,8 +74,9 @@ def quantization(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarr
     mask: bool that broadcasts to x, False at padding, which belongs to blocks but to no sum
 
     Keys: sqnr_db, mse, rmse, max_abs_error, relative_mse, cosine, psnr_db, mean_relative_error, underflow_pct,
-    subnormal_pct, saturation_pct, amax, rms, crest, sum_x2 and sum_e2 (to aggregate tensors), and the counts overflow, nan
-    and inf.  Without error, sqnr_db and psnr_db are inf; a mean of no values is nan.  FormatError for an unknown format.
+    subnormal_pct, saturation_pct, amax, rms, crest, sum_x2 and sum_e2 (to aggregate tensors), and the counts overflow,
+    poisoned, nan and inf.  Without error, sqnr_db and psnr_db are inf; with overflow they are -inf, the other errors inf, and
+    cosine is nan; a mean of no values is nan.  FormatError for an unknown format.
     """
     return measure(x, fmt, axis, mask)[0]
 
@@ -86,7 +87,8 @@ def block_quantization(x: Any, fmt: str | Format, axis: int | str = -1,
 
     Keys: sqnr_db, cosine, max_abs_error, underflow_pct, saturation_pct.  Each array is float64 and has x's shape (for
     'tokens', tokens by features) with `axis` reduced to the number of blocks.  Formats without blocks use blocks of 32.
-    sqnr_db is inf for a block without error; a block without finite values, or of padding only, has nan.
+    sqnr_db is inf for a block without error, -inf for one with overflow; a block without finite values, or of padding only,
+    has nan.
     """
     return measure(x, fmt, axis, mask)[1]
 
@@ -102,11 +104,12 @@ def measure(x: Any, fmt: str | Format, axis: int | str = -1,
     f = formats.parse(fmt)
     blocks = _Blocks(x, f, axis, mask)
     sums = {name: np.zeros(blocks.shape_of_sums) for name in _SUMS}
-    counts, relative = dict.fromkeys(('nan', 'inf', 'overflow', 'subnormal', 'nonzero_pairs'), 0), 0.0
+    counts, relative = dict.fromkeys(('nan', 'inf', 'poisoned', 'subnormal', 'nonzero_pairs'), 0), 0.0
     for tile in blocks.tiles():
         relative += _add(sums, counts, tile, f)
     total = {name: float(values.sum()) for name, values in sums.items()}
-    pairs, mse = total['pairs'], _ratio(total['e2'], total['pairs'], math.nan)
+    pairs, overflow = total['pairs'], int(total['overflow'])
+    mse = _ratio(total['e2'], pairs, math.nan)
     amax, rms = float(sums['amax'].max(initial=0)), math.sqrt(_ratio(total['x2'], pairs, math.nan))
     both = math.sqrt(total['x2']) * math.sqrt(total['q2'])
     whole = {
@@ -117,15 +120,19 @@ def measure(x: Any, fmt: str | Format, axis: int | str = -1,
         'underflow_pct': 100 * _ratio(total['underflow'], total['nonzero'], 0.0),
         'subnormal_pct': 100 * _ratio(counts['subnormal'], total['nonzero'], 0.0),
         'saturation_pct': 100 * _ratio(total['saturated'], total['finite'], 0.0),
-        'overflow': counts['overflow'], 'nan': counts['nan'], 'inf': counts['inf'],
+        'overflow': overflow, 'poisoned': counts['poisoned'], 'nan': counts['nan'], 'inf': counts['inf'],
         'sum_x2': total['x2'], 'sum_e2': total['e2'], 'amax': amax, 'rms': rms, 'crest': _ratio(amax, rms, math.nan)}
     if not pairs:
         whole |= dict.fromkeys(('sqnr_db', 'max_abs_error', 'relative_mse', 'cosine', 'psnr_db', 'mean_relative_error',
                                 'amax'), math.nan)
+    if overflow:
+        whole |= {'cosine': math.nan, 'mean_relative_error': math.inf}
     x2, q2, e2 = (sums[name] for name in ('x2', 'q2', 'e2'))
     with np.errstate(divide='ignore', invalid='ignore'):
         parts = {'sqnr_db': np.where(e2 > 0, 10 * (np.log10(x2) - np.log10(e2)), np.inf),
-                 'cosine': np.where(q2 > 0, sums['xq'] / (np.sqrt(x2) * np.sqrt(q2)), x2 == 0), 'max_abs_error': sums['error'],
+                 'cosine': np.where(sums['overflow'] > 0, np.nan,
+                                    np.where(q2 > 0, sums['xq'] / (np.sqrt(x2) * np.sqrt(q2)), x2 == 0)),
+                 'max_abs_error': sums['error'],
                  'underflow_pct': 100 * sums['underflow'] / np.maximum(sums['nonzero'], 1),
                  'saturation_pct': 100 * sums['saturated'] / np.maximum(sums['finite'], 1)}
     return whole, {name: np.where(sums['pairs'] > 0, values, np.nan).reshape(blocks.shape) for name, values in parts.items()}
@@ -142,21 +149,30 @@ def _add(sums: dict[str, np.ndarray], counts: dict[str, int], tile: _Tile, f: Fo
         nonzero, flushed, saturated = size > 0, q == 0, size > f.max * tile.scale
         subnormal = size < f.min_normal * tile.scale
         pairs = finite = np.float64(x.shape[2])
+        overflow: Any = 0.0
     else:
         is_finite = valid & np.isfinite(x)
         both_finite = is_finite & np.isfinite(q)
         counts['nan'] += _count(valid & np.isnan(x))
         counts['inf'] += _count(valid & np.isinf(x))
-        counts['overflow'] += _count(is_finite & ~both_finite)
+        # in formats with blocks one NaN or infinity makes the whole block NaN
+        poisoned = is_finite & ~both_finite & (~np.isfinite(x)).any(2, keepdims=True) if f.is_block else np.zeros(x.shape, bool)
+        counts['poisoned'] += _count(poisoned)
+        is_lost = is_finite & ~both_finite & ~poisoned
+        overflow, known = is_lost.sum(2), both_finite | is_lost
         nonzero, flushed, saturated = is_finite & (size > 0), q == 0, is_finite & (size > f.max * tile.scale)
         subnormal = is_finite & (size < f.min_normal * tile.scale)
-        pairs, finite = both_finite.sum(2), is_finite.sum(2)
-        x, q, size = (np.where(both_finite, array, 0) for array in (x, q, size))
+        pairs, finite = known.sum(2), is_finite.sum(2)
+        x, size = (np.where(known, array, 0) for array in (x, size))
+        q = np.where(is_lost, x, np.where(both_finite, q, 0))           # the error of overflow is added below
     error = np.abs(q - x)
     for name, a, b in ('x2', x, x), ('q2', q, q), ('xq', x, q), ('e2', error, error):
         sums[name][tile.blocks] = np.einsum('obki,obki->obi', a, b)
     sums['amax'][tile.blocks], sums['error'][tile.blocks] = size.max(2), error.max(2)
-    sums['pairs'][tile.blocks], sums['finite'][tile.blocks] = pairs, finite
+    sums['pairs'][tile.blocks], sums['finite'][tile.blocks], sums['overflow'][tile.blocks] = pairs, finite, overflow
+    if np.any(overflow):
+        for name in ('e2', 'error'):
+            sums[name][tile.blocks][overflow > 0] = math.inf
     for name, flags in ('nonzero', nonzero), ('underflow', nonzero & flushed), ('saturated', saturated):
         if flags.any():
             sums[name][tile.blocks] = finite if flags.all() and all_valid else flags.sum(2)
@@ -166,9 +182,11 @@ def _add(sums: dict[str, np.ndarray], counts: dict[str, int], tile: _Tile, f: Fo
 
 
 def decibels(signal: float, error: float) -> float:
-    """Return 10 log10(signal / error) of two energies, inf for an error of 0."""
+    """Return 10 log10(signal / error) of two energies: inf for an error of 0, -inf for an infinite one."""
     if not error:
         return math.inf
+    if math.isinf(error):
+        return -math.inf
     return 10 * (math.log10(signal) - math.log10(error)) if signal else -math.inf
 
 
@@ -234,6 +252,12 @@ def block_scales(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     return view.exponents().reshape(view.shape)
 
 
+def zero_blocks(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
+    """Return a bool array in the shape of block_sqnr: whether all values of a block are 0, so that its scale means nothing."""
+    view = _Blocks(x, formats.parse(fmt), axis, None)
+    return (view.amax() == 0).reshape(view.shape)
+
+
 def _flattened(x: Any, axis: Any) -> tuple[np.ndarray, int]:
     """Return x and the axis as a number.  For 'tokens', x is reshaped to tokens by features."""
     x = np.asarray(x)
@@ -248,7 +272,7 @@ def _ratio(a: float, b: float, default: float) -> float:
     return a / b if b else default
 
 
-_SUMS = 'pairs', 'finite', 'nonzero', 'underflow', 'saturated', 'x2', 'q2', 'xq', 'e2', 'amax', 'error'
+_SUMS = 'pairs', 'finite', 'overflow', 'nonzero', 'underflow', 'saturated', 'x2', 'q2', 'xq', 'e2', 'amax', 'error'
 
 
 class _Tile(NamedTuple):
@@ -280,12 +304,16 @@ class _Blocks:
         self.x = flat.reshape(self.full)
         self.valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(self.full)
 
+    def amax(self) -> np.ndarray:
+        """Return the largest magnitude of each block."""
+        if not self.n:
+            return np.zeros(self.shape_of_sums, np.float32)
+        largest: np.ndarray = np.maximum.reduceat(np.abs(self.x), np.arange(0, self.n, self.block), axis=1)
+        return largest
+
     def codes(self) -> np.ndarray:
         """Return the E8M0 code of each block's scale.  Only the largest value is encoded, since it determines the scale."""
-        if not self.n:
-            return np.zeros(self.shape_of_sums, np.uint8)
-        largest = np.maximum.reduceat(np.abs(self.x), np.arange(0, self.n, self.block), axis=1)
-        scales: Any = formats.encode(largest, self.f, block=1).scales
+        scales: Any = formats.encode(self.amax(), self.f, block=1).scales if self.n else np.zeros(self.shape_of_sums, np.uint8)
         return scales
 
     def exponents(self) -> np.ndarray:

@@ -98,7 +98,7 @@ def test_choices_of_tensors(dump, run):
     assert len(rows('--top', '7')) == 7 and rows('--top', '7') == rows()[:7]
     for sort, (_, key, largest, _) in compare.SORTS.items():
         values = [row[key] for row in rows('--sort', sort)]
-        assert values == sorted(values, reverse=largest) and len(set(values)) > 3, sort
+        assert values == sorted(values, reverse=largest) and len(set(values)) > 3 * (sort != 'overflow'), sort
     by_axis = {axis: {row['file']: row['worst_block_db'] for row in rows('--axis', axis, '--names', 'input')}
                for axis in ('-1', '0', 'tokens')}
     logs = Logs(dump)
@@ -108,6 +108,22 @@ def test_choices_of_tensors(dump, run):
             for axis in ('-1', '0', 'tokens'):
                 want = np.nanmin(block_sqnr(x, 'mxfp4', axis if axis == 'tokens' else int(axis), keep))
                 assert by_axis[axis][entry.file] == pytest.approx(want)
+
+
+def test_overflow_is_worst_and_has_a_column(tmp_path, run):
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / 'some.npy', np.where(np.arange(4096) % 2, 1e6, rng.standard_normal(4096)).astype(np.float32))
+    np.save(tmp_path / 'all.npy', np.full(4096, -1e6, np.float32))
+    np.save(tmp_path / 'none.npy', rng.standard_normal(4096).astype(np.float32))
+    for sort in compare.SORTS:
+        _, out, _ = run(tmp_path, '--formats', 'fp16,mxfp4', '--sort', sort)
+        lines = [line.split() for line in out.splitlines()]
+        assert 'overflow' in lines[2] and [line[-1] for line in lines[3:5]] == ['all', 'some'], sort
+        assert lines[3][0] == lines[4][0] == '-inf' and '4096' in lines[3] and '2048' in lines[4]
+    assert lines[-2][:2] == ['fp16', '-inf'] and lines[-2][-3:] == ['all,', 'step', '0']         # the totals
+    document = json.loads(run(tmp_path, '--formats', 'fp16', '--json')[1])
+    assert {row['name']: row['overflow'] for row in document['tensors']} == {'all': 4096, 'some': 2048, 'none': 0}
+    assert 'overflow' not in run(tmp_path, '--formats', 'mxfp4,bf16')[1].splitlines()[2]
 
 
 def test_the_table(dump, run):
@@ -147,12 +163,26 @@ def test_a_line_for_each_block(dump, run, tmp_path):
     entry, = (entry for entry in logs.entries if entry.name == 'value' and entry.step == 0)
     want = block_sqnr(entry.load(), 'mxfp8:block=2', 0, logs.mask(entry))
     for line in lines:
+        leading, last = int(line['row']), int(line['column'])           # of the first element
+        block = [int(part) for part in line['block'].split(':')]
+        size = 2 if line['format'] == 'mxfp8:block=2' else 32
+        assert np.ravel_multi_index((block[0] * size, *block[1:]), (5, 3, 2, 8)) == leading * 8 + last
         if line['format'] == 'mxfp8:block=2':
             place = tuple(map(int, line['block'].split(':')))
             assert float(line['sqnr_db']) == pytest.approx(want[place], rel=1e-4, nan_ok=True)
             assert float(line['log2_scale']) == int(line['log2_scale'])
         else:
             assert line['log2_scale'] == ''
+
+
+def test_a_large_file_of_blocks_is_announced(dump, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, '_MUCH', 1000)
+    path = tmp_path / 'blocks.csv'
+    status, _, err = run(dump, '--names', 'weight,value', '--steps', '0', '--formats', 'mxfp8,bf16', '--axis', 'tokens',
+                         '--per-block', path)
+    size = 250 * (len(path.read_text().splitlines()) - 1)
+    assert status == 0 and err == (f'--per-block: {path} will have about {size / 1000:.1f} KB; choose fewer tensors with '
+                                   '--layers, --names or --steps, or fewer formats\n')
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_compared(tmp_path, run):
@@ -163,7 +193,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_compared(tmp_path, run):
     (tmp_path / 'notes.txt').write_text('x')
     status, out, err = run(tmp_path, '--formats', 'fp16', '-o', tmp_path / 'table.txt')
     assert status == 0 and out == '' and (tmp_path / 'table.txt').read_text().startswith('24 tensors of')
-    assert err.splitlines()[0] == 'skipped: notes.txt: not a tensor file; expected .safetensors, .pt, .npy'
+    assert err.splitlines()[0] == 'skipped: notes.txt: not a tensor file; expected .safetensors, .pt, .pth, .bin, .npy'
     assert cut in err.splitlines()[1]
     document = json.loads(run(tmp_path, '--formats', 'fp16', '--json')[1])
     assert [line['file'] for line in document['skipped']] == ['notes.txt', 'table.txt', cut]

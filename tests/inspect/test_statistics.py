@@ -85,19 +85,25 @@ def formulas(x, f, axis, mask):
         scale /= codes.factor[0]
     valid = np.ones(x.shape, bool) if mask is None else np.broadcast_to(mask, x.shape)
     x, q, scale = (a.reshape(-1).astype(np.float64)[valid.reshape(-1)] for a in (x, q, scale))
+    in_broken = np.isnan(scale)                                     # in a block with NaN or an infinity
     fx, nz = np.isfinite(x), np.isfinite(x) & (x != 0)
-    pair = fx & np.isfinite(q)
-    a, b = x[pair], q[pair]
+    poisoned = fx & ~np.isfinite(q) & in_broken
+    lost = fx & ~np.isfinite(q) & ~poisoned
+    known = fx & ~poisoned
+    a, b = x[known], np.where(lost, np.copysign(np.inf, x), q)[known]
     e = b - a
     percent = [100 * (flags & all_values).sum() / all_values.sum() for flags, all_values in
                ((q == 0, nz), (np.abs(x) < f.min_normal * scale, nz), (np.abs(x) > f.max * scale, fx))]
     mse, amax, rms = (e ** 2).mean(), np.abs(a).max(), np.sqrt((a ** 2).mean())
-    return {'sqnr_db': 10 * np.log10((a ** 2).sum() / (e ** 2).sum()), 'mse': mse, 'rmse': np.sqrt(mse),
+    with np.errstate(divide='ignore'):                              # log 0 with overflow
+        sqnr, psnr = 10 * np.log10((a ** 2).sum() / (e ** 2).sum()), 20 * np.log10(amax / np.sqrt(mse))
+    return {'sqnr_db': sqnr, 'mse': mse, 'rmse': np.sqrt(mse),
             'max_abs_error': np.abs(e).max(), 'relative_mse': (e ** 2).sum() / (a ** 2).sum(),
-            'cosine': (a * b).sum() / np.sqrt((a ** 2).sum() * (b ** 2).sum()), 'psnr_db': 20 * np.log10(amax / np.sqrt(mse)),
+            'cosine': (a * b).sum() / np.sqrt((a ** 2).sum() * (b ** 2).sum()) if not lost.any() else math.nan,
+            'psnr_db': psnr,
             'mean_relative_error': np.abs(e[a != 0] / a[a != 0]).mean(),
             'underflow_pct': percent[0], 'subnormal_pct': percent[1], 'saturation_pct': percent[2],
-            'overflow': (fx & ~np.isfinite(q)).sum(), 'nan': np.isnan(x).sum(),
+            'overflow': lost.sum(), 'poisoned': poisoned.sum(), 'nan': np.isnan(x).sum(),
             'inf': np.isinf(x).sum(), 'sum_x2': (a ** 2).sum(), 'sum_e2': (e ** 2).sum(), 'amax': amax, 'rms': rms,
             'crest': amax / rms}
 
@@ -130,7 +136,13 @@ def test_values_of_empty_zero_and_exact_tensors():
     assert scalar['max_abs_error'] == pytest.approx(0.3) and scalar['saturation_pct'] == 100    # 6.6 * 2^-1
     saturated = quantization(np.float32([7.9] * 32), 'mxfp4')
     assert saturated['saturation_pct'] == 100 and saturated['max_abs_error'] == pytest.approx(1.9)
-    assert quantization(np.float32([1e5, 1]), 'fp16')['overflow'] == 1
+    overflow = quantization(np.float32([1e5, 1]), 'fp16')
+    assert (overflow['overflow'], overflow['sqnr_db'], overflow['max_abs_error']) == (1, -math.inf, math.inf)
+    assert math.isnan(overflow['cosine']) and overflow['amax'] == 1e5 and overflow['sum_x2'] == 1e10 + 1
+    whole = quantization(np.float32([1e5, -1e9]), 'fp16')
+    assert (whole['overflow'], whole['sqnr_db'], whole['amax']) == (2, -math.inf, 1e9)
+    assert block_sqnr(np.float32([[1e5] * 32 + [1] * 32]), 'fp16').tolist() == [[-math.inf, math.inf]]
+    assert math.copysign(1, describe(np.zeros(3, np.float32))['amax']) == 1
     assert (decibels(100, 1), decibels(0, 1), decibels(0, 0)) == (20, -math.inf, math.inf)
     with pytest.raises(formats.FormatError, match='mxfp7'):
         quantization(np.ones(3, np.float32), 'mxfp7')
@@ -171,7 +183,7 @@ def test_a_block_with_nan_has_no_scale():
     assert np.array_equal(block_scales(x, 'mxfp8'), [[-8, -8], [-8, np.nan]], equal_nan=True)
     assert np.array_equal(block_sqnr(x, 'mxfp8'), [[np.inf, np.inf], [np.inf, np.nan]], equal_nan=True)
     result = quantization(x, 'mxfp8')
-    assert (result['nan'], result['overflow'], result['sqnr_db']) == (1, 31, math.inf)
+    assert (result['nan'], result['poisoned'], result['overflow'], result['sqnr_db']) == (1, 31, 0, math.inf)
 
 
 def test_counts_of_binades_scales_and_mantissa_widths():
