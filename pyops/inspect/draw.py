@@ -19,6 +19,7 @@ import math
 import os
 
 from pyops.errors import UserError
+from pyops.inspect.logs import TAGS, curves
 from pyops.training import watch
 
 FOLDERS = 'distributions', 'heatmaps', 'comparisons', 'attention_maps', 'statistics'
@@ -64,6 +65,7 @@ class _Job:
     sentences: tuple            # (index, words or None)
     folder: str
     stem: str
+    place: str                  # of logs.places
     dpi: int
 
 
@@ -160,7 +162,7 @@ def _steps(steps):
 
 def _jobs(source, entries, folder, texts, options, summary):
     """Return a _Job for each entry.  Selects the entries with pictures, and adds a note about omitted ones to the summary."""
-    from pyops.inspect.logs import LogError
+    from pyops.inspect.logs import LogError, places
     from pyops.inspect.pictures import style
     stems = collections.Counter(_stem(entry) for entry in entries)
     chosen = _choose(entries, options.limit or len(entries))
@@ -171,7 +173,7 @@ def _jobs(source, entries, folder, texts, options, summary):
                              'with --limit 0')
     maps = _attention_maps(source, _by_step(entries), options, summary)
     jobs = []
-    for entry in entries:
+    for entry, place in zip(entries, places(entries), strict=True):
         stem = _stem(entry)
         if stems[stem] > 1:                     # the same tensor in two formats, from two runs
             stem = f'{stem}_{style.slug(entry.stem, 60)}'
@@ -182,17 +184,23 @@ def _jobs(source, entries, folder, texts, options, summary):
             continue
         own = () if entry.fmt is None else (str(entry.fmt),)        # shown first
         jobs.append(_Job(entry, mask, tuple(dict.fromkeys((*own, *texts))), FOLDERS[:3] if id(entry) in drawn else (),
-                         tuple(maps.get(id(entry), ())), folder, stem,
-                         options.dpi))
+                         tuple(maps.get(id(entry), ())), folder, stem, place, options.dpi))
     return jobs
 
 
 def _stem(entry):
-    """Return the name of a tensor's pictures: step000010_encoder.0.self_attention.q_forward_input, with _t3 for time step 3."""
+    """Return the name of a tensor's pictures: step000010_encoder.0.self_attention.q_forward_input, with _t3 for time step 3.
+
+    Phase and component, rank, sample, group, subfolder and the number of the run follow if they apply.
+    """
     from pyops.inspect.pictures import style
     time = '' if entry.time is None else f'_t{entry.time}'
     operation = style.slug(entry.operation or 'unknown', 20)
-    return f'step{entry.step:06d}_{style.slug(entry.layer, 80)}_{operation}_{style.slug(entry.name, 50)}{time}'
+    parts = [entry.phase, entry.component] + [f'{name}{value:0{digits}d}' for name, value, digits in (
+        ('rank', entry.rank, 2), ('sample', entry.sample, 3), ('group', entry.group, 3)) if value is not None]
+    parts += [os.path.dirname(entry.relative_path), f'run{entry.training + 1}' if entry.training else '']
+    place = ''.join(f'_{style.slug(part, 30)}' for part in parts if part)
+    return f'step{entry.step:06d}_{style.slug(entry.layer, 80)}_{operation}_{style.slug(entry.name, 50)}{time}{place}'
 
 
 def _by_step(entries):
@@ -226,8 +234,7 @@ def _choose(entries, limit):
 
 def _attention_maps(source, ranked, options, summary):
     """Return {id of an entry: [(sentence, words)]} for the first sentences of each batch, within the limit."""
-    weights = [entry for entry in ranked if entry.layer_type == 'attention' and entry.name == 'weights'
-               and len(entry.shape) in (3, 4) and min(entry.shape) > 0]
+    weights = [entry for entry in ranked if entry.is_weights]
     wanted = [(entry, sentence) for entry in weights for sentence in range(min(options.sentences, entry.shape[0]))]
     limit = options.limit or len(wanted)
     found = {}
@@ -280,8 +287,15 @@ def _draw_tensor(job):
     entry = job.entry
     record = overview.Record(entry.layer, entry.layer_type, entry.operation or 'unknown', entry.name, entry.step, entry.time,
                              'fp32' if entry.fmt is None else str(entry.fmt), entry.shape, entry.relative_path, described,
-                             counts, losses)
+                             counts, losses, job.place, _tags_of(entry))
     return _Result(record, tuple(drawn))
+
+
+def _tags_of(entry):
+    """Return {column of tensor_stats.txt: text} of what distinguishes the instances of a tensor."""
+    return {name: str(value) for name, value in (
+        ('folder', os.path.dirname(entry.relative_path)), ('run', entry.training + 1 if entry.training else ''),
+        *((tag, getattr(entry, tag)) for tag in TAGS)) if value not in ('', None)}
 
 
 @contextlib.contextmanager
@@ -357,18 +371,19 @@ def _draw_overview(source, records, folder, options, summary):
         records, 'Quick analysis', '  \N{MIDDLE DOT}  '.join(filter(None, about)), len(summary.skipped)))]
     texts = list(dict.fromkeys(text for record in records for text in record.losses))
     if source.steps:
-        sheets.append(('statistics/training.png', lambda: overview.draw_training(source.steps)))
+        sheets.append(('statistics/training.png', lambda: overview.draw_training(curves(source.steps))))
     pages = {'gradient_flow': overview.draw_gradient_flow(records), 'magnitudes': overview.draw_magnitudes(records),
              'sqnr': overview.draw_sqnr(records, texts)}
     for name, found in pages.items():
         for i, sheet in enumerate(found):
             sheets.append((f'statistics/{name}{f"_{i + 1:03d}" if len(found) > 1 else ""}.png', lambda sheet=sheet: sheet))
-    layers = overview.by(records, lambda record: record.layer)
+    layers = overview.by(records, lambda record: (record.layer, record.place))
     limit = options.limit or len(layers)
     if len(layers) > limit:
         summary.notes.append(f'statistics of {limit:,} of {len(layers):,} layers have a picture of their own (--limit {limit})')
-    for layer, group in list(layers.items())[:limit]:
-        sheets.append((f'statistics/layer_{style.slug(layer)}.png',
+    for (layer, place), group in list(layers.items())[:limit]:
+        name = style.slug(layer) + (f'_{style.slug(place, 60)}' if place else '')
+        sheets.append((f'statistics/layer_{name}.png',
                        lambda layer=layer, group=group: overview.draw_layer(layer, group, texts)))
     for name, sheet in sheets:
         path = os.path.join(folder, *name.split('/'))
@@ -402,16 +417,18 @@ def _write_table(path, logs, records, summary):
         return
     texts = list(dict.fromkeys(text for record in records for text in record.losses))
     keys = 'count', 'nan', 'inf', 'zeros', 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
-    rows = [['step', 'layer', 'operation', 'tensor', 'format', 'shape', *keys, *(f'SQNR {text}' for text in texts)]]
+    tags = [name for name in ('folder', 'run', *TAGS) if any(name in record.tags for record in records)]
+    rows = [['step', 'layer', 'operation', 'tensor', *tags, 'format', 'shape', *keys, *(f'SQNR {text}' for text in texts)]]
     for record in records:
         time = '' if record.time is None else f'_t{record.time}'
         rows.append([f'{record.step}', style.plain(record.layer), record.operation, style.plain(record.name) + time,
-                     record.format, 'x'.join(map(str, record.shape)) or '1', *(_cell(record.statistics[key]) for key in keys),
+                     *(style.plain(record.tags.get(name, '-')) for name in tags), record.format,
+                     'x'.join(map(str, record.shape)) or '1', *(_cell(record.statistics[key]) for key in keys),
                      *(_decibels(record.losses.get(text)) for text in texts)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f'{style.SOFTWARE}: {len(records)} tensors of {style.plain(logs)}; statistics without padding, SQNR in dB', '']
     for row in rows:
-        lines.append('  '.join(cell.ljust(width) if i in (1, 2, 3, 4, 5) else cell.rjust(width)
+        lines.append('  '.join(cell.ljust(width) if 1 <= i <= 5 + len(tags) else cell.rjust(width)
                                for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip())
     lines += ['', f'skipped: {len(summary.skipped)}']
     lines += [f'  {style.plain(file)}: {style.plain(reason)}' for file, reason in summary.skipped]
@@ -425,4 +442,4 @@ def _cell(value):
 
 def _decibels(loss):
     value = None if loss is None else loss['sqnr_db']
-    return '-' if value is None or math.isnan(value) else 'exact' if value == math.inf else f'{value:.2f}'
+    return '-' if value is None or math.isnan(value) else 'exact' if value == math.inf else f'{value:.2f}'      # -inf: overflow

@@ -75,7 +75,8 @@ async function inflate(text) {
 const data = {run: {}, steps: [], skipped: [], formats: head.formats, omissions: [], serial: '', edition: 0};
 
 function clear() {
-  Object.assign(data, {tensors: [], tree: new Map(), quality: new Map(), pictured: null, pending: 0, waiting: ''});
+  Object.assign(data, {tensors: [], tree: new Map(), quality: new Map(), pictured: null, pending: 0, waiting: '',
+                       hasRuns: false});
 }
 
 const roleOf = tensor => `${tensor.operation}.${tensor.name}`;
@@ -85,11 +86,15 @@ function branch(map, key, make) {
   return map.get(key);
 }
 
+// nth: number of earlier tensors with the same properties
 function add(tensor) {
   data.tensors[tensor.id] = tensor;
+  data.hasRuns ||= tensor.run > 0;
   const roles = branch(data.tree, tensor.layer, () => new Map());
   const steps = branch(roles, roleOf(tensor), () => new Map());
-  branch(steps, tensor.step, () => []).push(tensor);
+  const copies = branch(steps, tensor.step, () => []);
+  tensor.nth = copies.filter(other => instanceOf(other) === instanceOf(tensor)).length;
+  copies.push(tensor);
 }
 
 function addQuality(format, id, numbers) {
@@ -257,13 +262,20 @@ function resolve(chosen) {
   return {layers, layer, roles, role, steps, step, copies, tensor};
 }
 
-// Several tensors can share layer, role and step: time steps of a GRU, runs saved to one folder, ranks in subfolders.
+// Several tensors can share layer, role and step: time steps of a GRU, runs saved to one folder, ranks in subfolders or names.
 const runOf = tensor => `${tensor.folder}.${tensor.run}`;
-const copyOf = tensor => `${runOf(tensor)}.${tensor.time === null ? `n${tensor.counter}` : `t${tensor.time}`}`;
+const instanceOf = tensor => [runOf(tensor), tensor.place, tensor.time ?? ''].join('.');
+const copyOf = tensor => `${instanceOf(tensor)}.${tensor.nth}`;
+
+// The subfolder, the run if there are several, and the tags of a tensor.
+function placeOf(tensor) {
+  return [tensor.folder, data.hasRuns ? `run ${tensor.run + 1}` : '', tensor.place].filter(Boolean).join(', ');
+}
 
 function copyLabel(tensor, _, copies) {
-  const runs = new Set(copies.map(runOf)).size > 1 ? [tensor.folder, `run ${tensor.run + 1}`] : [];
-  return [tensor.time === null ? `number ${tensor.counter}` : `time step ${tensor.time}`, ...runs].filter(Boolean).join(', ');
+  const isAlone = copies.filter(other => instanceOf(other) === instanceOf(tensor)).length < 2;
+  const time = tensor.time === null ? '' : `time step ${tensor.time}`, place = placeOf(tensor);
+  return [time, isAlone && (time || place) ? '' : `number ${tensor.counter}`, place].filter(Boolean).join(', ');
 }
 
 function fill(select, options, value) {
@@ -364,29 +376,40 @@ function empty(id, reason) {
   node.replaceChildren(element('p', {className: 'empty', textContent: reason}));
 }
 
+const RUNS = ['#d55e00', '#009e73', '#b8559a', '#b08000', '#2f9fd0', '#7f7f7f'];         // colours of the second run and so on
+
 function drawCurve(id, column, name, chosenStep) {
   const points = data.steps.filter(point => typeof point[column] === 'number');
+  const runs = [...new Set(points.map(point => point[3]))];
   if (!points.length) return empty(id, head.live ? `No ${name} yet.` : `No ${name} was recorded.`);
   const last = points.at(-1);
   const logarithmic = column === 2 && points.every(point => point[2] > 0);
-  // a run that resumed from an earlier step starts a separate line
-  const line = points.flatMap((point, i) => i && point[0] <= points[i - 1][0] ? [[null, null, null], point] : [point]);
-  const x = line.map(point => point[0]), y = line.map(point => point[column]);
-  plot(id, [{
-    type: 'scatter', mode: points.length < 40 ? 'lines+markers' : 'lines', x, y,
-    line: {color: colour('accent'), width: 1.8}, marker: {size: 5}, hovertemplate: 'step %{x}<br>%{y:.5g}<extra></extra>',
-  }], {
-    xaxis: {title: {text: 'step'}}, yaxis: logarithmic ? logAxis(y) : {exponentformat: 'power'}, uirevision: 'constant',
+  const traces = runs.map((run, i) => {
+    const own = points.filter(point => point[3] === run);
+    return {
+      type: 'scatter', mode: own.length < 40 ? 'lines+markers' : 'lines', name: escaped(run), x: own.map(point => point[0]),
+      y: own.map(point => point[column]), marker: {size: 5}, hovertemplate: `step %{x}<br>%{y:.5g}<extra>${escaped(run)}</extra>`,
+      line: {color: i ? RUNS[(i - 1) % RUNS.length] : colour('accent'), width: 1.8, dash: i <= RUNS.length ? 'solid' : 'dot'},
+    };
+  });
+  const values = points.map(point => point[column]);
+  plot(id, traces, {
+    xaxis: {title: {text: 'step'}}, yaxis: logarithmic ? logAxis(values) : {exponentformat: 'power'}, uirevision: 'constant',
+    showlegend: runs.length > 1, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0, font: {size: 11}},
     shapes: chosenStep === undefined ? [] : [{
       type: 'line', xref: 'x', yref: 'paper', x0: chosenStep, x1: chosenStep, y0: 0, y1: 1,
       line: {color: colour('soft'), width: 1.2, dash: 'dot'},
     }],
-  }, `${name} over ${points.length} steps; ${shown(last[column])} at step ${last[0]}`);
+  }, `${name} over ${points.length} steps${runs.length > 1 ? ` of ${runs.length} runs` : ''}; ${shown(last[column])} at step `
+     + `${last[0]}`);
 }
 
 // rms of a gradient in every layer: one line per step, or a map if there are many steps
-function drawFlow(chosen) {
-  const roles = [...new Set(data.tensors.filter(tensor => tensor.operation === 'backward').map(tensor => tensor.name))];
+function drawFlow(chosen, found) {
+  // of one run and rank: the one of the selected tensor
+  const isOurs = tensor => !found || runOf(tensor) === runOf(found.tensor) && tensor.rank === found.tensor.rank;
+  const gradients = data.tensors.filter(tensor => tensor.operation === 'backward' && isOurs(tensor));
+  const roles = [...new Set(gradients.map(tensor => tensor.name))];
   const role = roles.includes(chosen.flow) ? chosen.flow : roles.find(name => name === 'grad_weight') ?? roles[0];
   fill($('flow-role'), roles.map(name => [name, name]), role);
   $('flow-role').hidden = !role;
@@ -395,8 +418,8 @@ function drawFlow(chosen) {
   const steps = sortedSteps(new Map(layers.flatMap(layer => [...data.tree.get(layer).get(`backward.${role}`)])));
   // several tensors of one layer and step, such as the time steps of a GRU: the root mean square of their rms
   const rms = (layer, step) => {
-    const all = (data.tree.get(layer).get(`backward.${role}`).get(step) ?? []).map(tensor => statistic(tensor, 'rms'))
-      .filter(value => Number.isFinite(value));
+    const all = (data.tree.get(layer).get(`backward.${role}`).get(step) ?? []).filter(isOurs)
+      .map(tensor => statistic(tensor, 'rms')).filter(value => Number.isFinite(value));
     return all.length ? Math.sqrt(all.reduce((sum, value) => sum + value * value, 0) / all.length) : null;
   };
   const names = layers.map(escaped), label = `rms of ${role} in ${layers.length} layers at ${steps.length} steps`;
@@ -446,7 +469,7 @@ function briefLayer(layer, most) {
 function drawTraining(chosen, found) {
   show('loss', [data.edition, found?.step], () => drawCurve('loss', 1, 'loss', found?.step));
   show('norm', [data.edition, found?.step], () => drawCurve('norm', 2, 'gradient norm', found?.step));
-  show('flow', [data.edition, chosen.flow], () => drawFlow(chosen));
+  show('flow', [data.edition, chosen.flow, found && [runOf(found.tensor), found.tensor.rank]], () => drawFlow(chosen, found));
 }
 
 // Plotly traces of a map, with a separate trace for infinite cells, and hover texts with the elements of each cell.
@@ -506,7 +529,7 @@ function drawMap(tensor, chosen, detail, zoomed = null) {
     parts.push(`each cell shows the largest magnitude of ${rows} \u00d7 ${columns} elements`);
     if (head.live && view !== 'scales') parts.push('zoom in for details');
   }
-  parts.push('grey: padding');
+  parts.push(view === 'scales' ? 'grey: blocks of zeros' : 'grey: padding');
   if (hasInfinite) parts.push('magenta: infinite or NaN');
   $('map-note').textContent = parts.join(' \u00b7 ');
 }
@@ -604,6 +627,7 @@ function drawTiles(tensor, format, numbers) {
     tile('underflow', quality('underflow_pct', ' %', 3), 'nonzero values that become 0'),
     tile('subnormal', quality('subnormal_pct', ' %', 3)),
     tile('too large', quality('saturation_pct', ' %', 3), 'above the largest value of the format'),
+    tile('overflow', quality('overflow'), 'finite values that become infinite or NaN'),
     tile('largest |x|', of('amax')), tile('rms', of('rms')), tile('mean', of('mean')),
     tile('zeros, NaN, infinite', ['zeros', 'nan', 'inf'].map(of).join(', ')),
   ];
@@ -617,7 +641,7 @@ function drawFacts(tensor) {
   $('facts').textContent = [
     tensor.shape.length ? `shape ${tensor.shape.join(' \u00d7 ')}` : 'scalar', tensor.dtype,
     `${tensor.type} layer ${tensor.index}`,
-    `number ${tensor.counter}`, tensor.folder && `in ${tensor.folder}`,
+    `number ${tensor.counter}`, tensor.folder && `in ${tensor.folder}`, tensor.place,
     tensor.format === 'fp32' ? 'not rounded when used' : `rounded to ${tensor.format} when used`,
     `blocks along axis ${tensor.axis}`, tensor.uses.length && `used as ${tensor.uses.map(use).join(', ')}`,
   ].filter(Boolean).join(' \u00b7 ');
@@ -669,15 +693,18 @@ async function picture(tensor, ids, isStale, ...request) {
 // Select the attention weights: of the layer chosen in this section, else of the page's layer, else of the first layer with
 // weights; at the page's step.
 function resolveAttention(chosen, found) {
-  const layers = [...data.tree].filter(([, roles]) => roles.has('forward.weights')).map(([layer]) => layer);
+  const roleIn = layer => [...data.tree.get(layer)].find(([, steps]) => [...steps.values()][0][0].maps)?.[0];
+  const layers = [...data.tree.keys()].filter(roleIn);
   if (!layers.length) return null;
   const isPart = (one, other) => one === other || one.startsWith(`${other}.`);
   const near = layers.find(layer => isPart(layer, found.layer) || isPart(found.layer, layer));
   const layer = layers.includes(chosen.attention) ? chosen.attention : near ?? layers[0];
-  const steps = data.tree.get(layer).get('forward.weights'), sorted = sortedSteps(steps);
+  const steps = data.tree.get(layer).get(roleIn(layer)), sorted = sortedSteps(steps);
   const step = sorted.findLast(value => value <= found.step) ?? sorted[0];
-  const tensor = steps.get(step).at(-1);
-  return tensor.shape.length === 4 && !tensor.shape.includes(0) ? {layers, layer, tensor} : null;
+  // of the same run, rank and sample as the tensor; the phase may differ
+  const copies = steps.get(step), source = copy => [runOf(copy), copy.rank, copy.sample].join();
+  const tensor = copies.find(item => source(item) === source(found.tensor)) ?? copies.at(-1);
+  return {layers, layer, tensor};
 }
 
 async function drawAttention(chosen, found, isStale) {
@@ -713,11 +740,16 @@ function drawWeights(z, words, patch, chosenHead) {
   const [down, across] = [0, 1].map(side => axisLabels(words?.[side], patch[side], side ? z[0].length : z.length));
   const gap = z.length < 40 ? 1 : 0, bare = {showgrid: false, zeroline: false, constrain: 'domain', automargin: false};
   const margin = (words, base) => base + Math.min(120, 7 * Math.max(...words.map(word => word.length)));
+  // many words share small weights: the colour is the square root
+  const isLarge = Math.max(z.length, z[0].length) > 40, weights = z.map(finite);
+  const root = value => value === null ? null : Math.sqrt(value), marks = [0, 0.01, 0.05, 0.2, 0.5, 1];
   plot('weights', [{
-    type: 'heatmap', z: z.map(finite), colorscale: shares(), zmin: 0, zmax: 1, hoverongaps: false, xgap: gap, ygap: gap,
+    type: 'heatmap', z: isLarge ? weights.map(line => line.map(root)) : weights, customdata: weights, colorscale: shares(),
+    zmin: 0, zmax: 1, hoverongaps: false, xgap: gap, ygap: gap,
     text: z.map((line, i) => range(line.length).map(k => `${down.full[i]} \u2192 ${across.full[k]}`)),
-    hovertemplate: '%{text}<br>weight %{z:.3f}<extra></extra>',
-    colorbar: {thickness: 12, outlinewidth: 0, title: {text: 'weight', side: 'right'}},
+    hovertemplate: '%{text}<br>weight %{customdata:.3f}<extra></extra>',
+    colorbar: {thickness: 12, outlinewidth: 0, title: {text: 'weight', side: 'right'},
+               ...(isLarge ? {tickvals: marks.map(Math.sqrt), ticktext: marks.map(String)} : {})},
   }], {
     plot_bgcolor: colour('hole'), margin: {l: margin(down.words, 30), r: 8, t: 8, b: margin(across.words, 40)},
     xaxis: {...bare, tickvals: across.at, ticktext: across.short, tickangle: -40, title: {text: 'key'}},
@@ -781,6 +813,7 @@ const COLUMNS = [
   ['layer', 'layer', true, '', tensor => tensor.layer],
   ['role', 'role', true, 'operation and name',
    tensor => roleLabel(roleOf(tensor)) + (tensor.time === null ? '' : ` t${tensor.time}`)],
+  ['instance', 'instance', true, 'subfolder, run, phase and component, rank, sample, group', placeOf],
   ['step', 'step', false, 'training step', tensor => tensor.step],
   ['shape', 'shape', true, '', tensor => tensor.shape.join('\u00d7')],
   ['used', 'used as', true, 'format to which the run rounded the tensor', tensor => tensor.format],
@@ -793,6 +826,7 @@ const COLUMNS = [
     ['underflow_pct', '% underflow', 'nonzero values that become 0'],
     ['subnormal_pct', '% subnormal', 'nonzero values below the smallest normal value of the format'],
     ['saturation_pct', '% too large', 'values above the largest value of the format'],
+    ['overflow', 'overflow', 'finite values that become infinite or NaN'],
   ].map(([name, label, title]) => [name, label, false, title, (tensor, numbers) => measure(numbers, name)]),
   ...[
     ['amax', 'largest |x|'], ['rms', 'rms'], ['mean', 'mean'], ['zeros', 'zeros'],
@@ -815,15 +849,16 @@ function ordered(tensors, chosen) {
 }
 
 function matches(tensor, words) {
-  const {layer, operation, name, step, format, type, folder} = tensor;
-  const text = `${layer} ${operation} ${name} step:${step} ${format} ${type} ${folder}`.toLowerCase();
+  const {layer, operation, name, step, format, type} = tensor;
+  const text = `${layer} ${operation} ${name} step:${step} ${format} ${type} ${placeOf(tensor)}`.toLowerCase();
   return words.every(word => word.startsWith('step:') ? text.split(' ').includes(word) : text.includes(word));
 }
 
 function drawTable(chosen, found) {
   const table = $('table'), format = data.formats.find(item => item.name === chosen.format);
   const focused = document.activeElement.closest('#table tr')?.dataset.id;
-  table.tHead.replaceChildren(element('tr', {}, ...COLUMNS.map(([name, label, isText, title]) => {
+  const columns = COLUMNS.filter(([name]) => name !== 'instance' || data.tensors.some(placeOf));
+  table.tHead.replaceChildren(element('tr', {}, ...columns.map(([name, label, isText, title]) => {
     const button = element('button', {type: 'button', textContent: label, title: title || label});
     const cell = element('th', {scope: 'col', className: isText ? 'text' : ''}, button);
     cell.dataset.column = name;
@@ -832,7 +867,7 @@ function drawTable(chosen, found) {
   })));
   const words = chosen.words.toLowerCase().split(/\s+/).filter(Boolean);
   const matching = data.tensors.filter(tensor => matches(tensor, words)), rows = ordered(matching, chosen);
-  const lines = rows.slice(0, rowsShown).map(tensor => drawRow(tensor, format, tensor === found?.tensor));
+  const lines = rows.slice(0, rowsShown).map(tensor => drawRow(columns, tensor, format, tensor === found?.tensor));
   table.tBodies[0].replaceChildren(...lines);
   lines.find(line => line.dataset.id === focused)?.focus({preventScroll: true});
   $('statistics-title').textContent = `Statistics in ${chosen.format}`;
@@ -841,11 +876,11 @@ function drawTable(chosen, found) {
   $('more').hidden = rows.length <= rowsShown;
 }
 
-function drawRow(tensor, format, isChosen) {
+function drawRow(columns, tensor, format, isChosen) {
   const numbers = qualityOf(tensor, format.name), line = element('tr', {tabIndex: -1});
   line.dataset.id = tensor.id;
   line.setAttribute('aria-selected', String(isChosen));
-  for (const [name, , isText, , value] of COLUMNS) {
+  for (const [name, , isText, , value] of columns) {
     const given = value(tensor, numbers), text = isText ? given : given === undefined ? '\u2026' : shown(given);
     const cell = element('td', {className: isText ? 'text' : '', textContent: text});
     if (name === 'layer') {

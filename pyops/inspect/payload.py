@@ -12,6 +12,7 @@ import numpy as np
 
 from pyops import formats as number_formats
 from pyops.inspect import colours, statistics
+from pyops.inspect.logs import curves
 
 SIDE = 128                          # most rows and columns of a map
 BINS = 96                           # of the histogram of values
@@ -39,8 +40,9 @@ def used_formats(entries, formats):
 def row(number, entry):
     """Return the table row of a tensor, whose file is not read."""
     return {'id': number, 'layer': entry.layer, 'type': entry.layer_type, 'index': entry.index, 'operation': entry.operation,
-            'name': entry.name, 'step': entry.step, 'time': entry.time, 'counter': entry.counter, 'run': entry.run,
-            'folder': os.path.dirname(entry.relative_path), 'shape': list(entry.shape), 'dtype': entry.dtype,
+            'name': entry.name, 'step': entry.step, 'time': entry.time, 'counter': entry.counter, 'run': entry.training,
+            'folder': os.path.dirname(entry.relative_path), 'place': entry.place, 'rank': entry.rank, 'sample': entry.sample,
+            'maps': is_attention(entry), 'shape': list(entry.shape), 'dtype': entry.dtype,
             'format': str(entry.fmt or 'fp32'), 'axis': entry.axis,
             'uses': [[use['product'], use['operand'], use['format'], use['axis']] for use in entry.uses],
             'statistics': description(entry.statistics) if entry.statistics else None}
@@ -64,7 +66,7 @@ def quality(x, fmt, axis, mask):
 
 def is_attention(entry):
     """Return whether a tensor has attention weights, of shape (B, heads, Tq, Tk)."""
-    return entry.layer_type == 'attention' and entry.name == 'weights' and len(entry.shape) == 4 and 0 not in entry.shape
+    return entry.is_weights and len(entry.shape) == 4
 
 
 def detail(x, mask, axis, formats, side=SIDE, half=SIDE // 2, window=None):
@@ -94,7 +96,8 @@ def _rounded(x, mask, axis, fmt, limits, side, window):
     if f.is_block and x.size:
         scales = statistics.block_scales(x, f, axis)
         exponents -= 2 * _repeat_scales(scales, x.shape, axis, f.block)
-        result['scales'] = _map(scales.astype(np.float32), None, side)
+        # the scale of a block of zeros means nothing
+        result['scales'] = _map(scales.astype(np.float32), ~statistics.zero_blocks(x, f, axis), side)
     counted = np.isfinite(x) & (x != 0)
     exponents = exponents[counted if mask is None else counted & mask]
     first = int(exponents.min()) if exponents.size else 0
@@ -211,8 +214,14 @@ def attention(x, mask, words, first=0, count=None, side=SIDE):
 
 
 def thin_steps(steps, most=2000):
-    """Return [[step, loss, norm]] of at most `most` training steps: of each interval the lowest and the highest loss."""
-    rows = [[line.get('step'), _number(line.get('loss')), _number(line.get('norm'))] for line in steps]
+    """Return [[step, loss, norm, training]] of about `most` training steps, for each training (see logs.curves)."""
+    groups = curves(steps)
+    return [row for name, group in groups.items() for row in _thin(group, name, max(most // len(groups), 40))]
+
+
+def _thin(steps, name, most):
+    """Return the rows of at most `most` steps: of each interval the lowest and the highest loss."""
+    rows = [[line.get('step'), _number(line.get('loss')), _number(line.get('norm')), name] for line in steps]
     if len(rows) <= most:
         return rows
     size = math.ceil(2 * len(rows) / (most - 2))

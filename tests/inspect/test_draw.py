@@ -1,4 +1,5 @@
 """inspect draw: the numbers behind every picture, pictures of all kinds of tensors, and a folder of them from one command."""
+import dataclasses
 import errno
 import itertools
 import math
@@ -12,13 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT
-from dumps import make_dump
+from dumps import make_dump, make_megatron_dump
 
 from pyops import __main__ as program
 from pyops import formats, training
-from pyops.inspect import statistics
+from pyops.inspect import colours, statistics
 from pyops.inspect.draw import FOLDERS, Options, _by_step, _choose, draw
-from pyops.inspect.logs import Logs
+from pyops.inspect.logs import Logs, curves
 from pyops.inspect.pictures import attention, numbers, overview, style, tensors
 
 RNG = np.random.default_rng(0)
@@ -54,7 +55,7 @@ def drawn(dump, tmp_path_factory):
 def entry_of(shape, fmt=None, **more):
     return SimpleNamespace(**{'layer': LINEAR, 'layer_type': 'linear', 'operation': 'forward', 'name': 'input', 'step': 10,
                               'time': None, 'fmt': fmt and formats.parse(fmt), 'axis': -1, 'statistics': None, 'shape': shape,
-                              'origin': 'pyops', 'mask': (), **more})
+                              'origin': 'pyops', 'mask': (), 'is_weights': False, 'place': '', **more})
 
 
 def assert_picture(path):
@@ -219,7 +220,7 @@ def test_analyse_knows_errors_scales_and_padding():
     assert tensor.statistics['count'] == values.size == tensor.counts.sum() == tensor.histogram[1].sum()
     assert tensor.statistics['amax'] == np.abs(values).max() == tensor.patch.max(initial=0) or tensor.patch.min() < 0
     padding = ~np.broadcast_to(mask, x.shape).transpose(1, 0, 2).reshape(12, 64)
-    assert (tensor.padding == padding).all() and not tensor.values[padding].any()
+    assert (tensor.cover == padding * numbers.PADDING).all() and not tensor.values[padding].any()
     for rounded, fmt in zip(tensor.rounded, fmts, strict=True):
         error = (formats.fake_quantize(x, fmt) - x).transpose(1, 0, 2).reshape(12, 64)
         assert (rounded.error == np.where(padding, 0, error)).all()
@@ -259,6 +260,92 @@ def test_any_tensor_is_drawn(name, tmp_path):
                 box = text.get_window_extent(sheet.figure.canvas.get_renderer())
                 assert -3 < box.x0 and box.x1 < width + 3 and -3 < box.y0, (kind, text.get_text())
             assert_picture(tmp_path / f'{kind}.png')
+
+
+def pixels_of(sheet):
+    """The colours of a Sheet, (rows, columns, 3)."""
+    sheet.figure.canvas.draw()
+    return np.asarray(sheet.figure.canvas.buffer_rgba())[..., :3]
+
+
+def test_cells_beyond_the_end_of_a_vector_and_scales_of_zero_blocks_are_blank():
+    x = RNG.standard_normal(361).astype(np.float32)                 # folded into rows of 32
+    x[64:128] = 0
+    tensor = tensors.analyse(entry_of(x.shape, name='bias'), x, None, [formats.parse('mxfp8')])
+    mx, = tensor.rounded
+    rows = tensor.values.shape[0]
+    assert tensor.values.size - 361 == (tensor.cover == numbers.MISSING).sum() > 0 and np.isfinite(tensor.values).all()
+    blank = np.zeros(tensor.values.size, bool)
+    blank[361:] = blank[64:128] = True
+    assert ((mx.cover == numbers.MISSING).reshape(-1) == blank).all() and mx.scales[mx.cover == 0].min() > -20
+    assert mx.exponents[0] > -20
+    broken = [round(255 * part) for part in (0xd6 / 255, 0, 0x8f / 255)]
+    with style.look():
+        for function in tensors.DRAW.values():
+            sheet = function(tensor)
+            assert not (pixels_of(sheet) == broken).all(-1).any() and not any('NaN' in text for text in texts_of(sheet))
+    padded = numbers.view_of((6, 2, 4)).cover((np.arange(6)[:, None] < [6, 3])[:, :, None])
+    assert rows > 1 and padded.sum() == 3 * 4 * numbers.PADDING and numbers.view_of((64,)).cover(None) is None
+
+
+def test_small_text_is_legible_and_the_colours_of_roles_are_of_no_format():
+    names = [*colours.FORMATS, 'mxfp8:scale=rceil', 'mxfp4:block=16', 'unknown']
+    for color in [*map(style.color_of, names), *style.KINDS.values(), *style.NAME_COLORS, style.GREY, style.BROKEN]:
+        assert colours.contrast(style.ink_of(color)) >= 4.5, color
+    assert all(colours.contrast(color) >= 4.5 for color in style.KINDS.values())
+    assert not set(style.KINDS.values()) & {style.color_of(name) for name in names}
+    assert colours.contrast('#000000') == pytest.approx(21) and colours.contrast('#ffffff') == pytest.approx(1)
+    tensor = tensors.analyse(entry_of((40, 40), 'mxfp8'), RNG.standard_normal((40, 40)).astype(np.float32), None,
+                             list(map(formats.parse, formats.FORMATS)))
+    from matplotlib.colors import to_hex
+    from matplotlib.text import Text
+    with style.look():
+        for function in tensors.DRAW.values():
+            for text in function(tensor).figure.findobj(Text):
+                assert not text.get_text().strip(style.SQUARE) or colours.contrast(to_hex(text.get_color())) >= 4.5, text
+
+
+def test_errors_of_a_coarse_format_do_not_hide_those_of_a_fine_one():
+    x = RNG.standard_normal((24, 32)).astype(np.float32)
+    tensor = tensors.analyse(entry_of(x.shape), x, None, [formats.parse('mxfp4'), formats.parse('bf16')])
+    errors = [np.abs(rounded.patch - tensor.patch).max() for rounded in tensor.rounded]
+    with style.look():
+        texts = texts_of(tensors.draw_comparison(tensor))
+    assert errors[0] > 20 * errors[1] and all(f'± {style.number(error)}' in texts for error in errors)
+
+
+def test_pictures_of_a_dump_of_megatron_keep_ranks_samples_and_phases_apart(tmp_path, torch):
+    arrays = make_megatron_dump(tmp_path / 'dump', iterations=(10,))
+    summary = draw(tmp_path / 'dump', tmp_path / 'draw', Options(formats='mxfp8', limit=8, sentences=1, jobs=1, dpi=40,
+                                                                 page=False))
+    assert summary.tensors == len(arrays) == 32 and summary.skipped == []
+    names = os.listdir(tmp_path / 'draw/attention_maps')
+    assert sorted(names) == sorted(
+        f'step000010_attention_L1_forward_attention_weights_post_FA_rank{rank:02d}_sample{sample:03d}_group000_sentence0.png'
+        for rank in (0, 1) for sample in (0, 1))
+    assert len(os.listdir(tmp_path / 'draw/heatmaps')) == 8
+    layers = {name for name in os.listdir(tmp_path / 'draw/statistics') if name.startswith('layer')}
+    assert len(layers) == 8 and 'layer_attention_L1_pre-FA-rank-0-sample-1.png' in layers
+    table = (tmp_path / 'draw/tensor_stats.txt').read_text().splitlines()
+    assert table[2].split()[:9] == ['step', 'layer', 'operation', 'tensor', 'phase', 'component', 'rank', 'sample', 'group']
+    rows = [line.split()[:9] for line in table[3:35]]
+    assert rows[0] == ['10', 'attention_L1', 'forward', 'query', 'pre', 'FA', '0', '0', '0']
+    assert len(set(map(tuple, rows))) == 32
+
+
+def test_each_run_has_a_curve_of_its_own(tmp_path):
+    steps = [{'step': step, 'loss': 1.0 + run, 'norm': None, 'training': run, 'folder': ''}
+             for run in range(3) for step in range(5)]
+    with style.look():
+        sheet = overview.draw_training(curves(steps))
+    lines = [line for axes in sheet.figure.axes for line in axes.lines if len(line.get_xdata()) == 5]
+    assert [line.get_ydata().tolist() for line in lines] == [[1.0] * 5, [2.0] * 5, [3.0] * 5]
+    assert len({line.get_color() for line in lines}) == 3 and {'run 1', 'run 2', 'run 3'} <= set(texts_of(sheet))
+    records = [record(losses={'mxfp8': {'sum_x2': 1.0, 'sum_e2': 0.1}}, step=step) for step in (0, 1)]
+    ranks = [dataclasses.replace(one, place=f'rank {rank}') for one in records for rank in (0, 1)]
+    with style.look():
+        texts = texts_of(overview.draw_sqnr(ranks, ['mxfp8'])[0]) + texts_of(overview.draw_magnitudes(ranks)[0])
+    assert texts.count('a  input  rank 0') == texts.count('a  input  rank 1') == 2
 
 
 def test_the_pictures_say_what_they_show():
@@ -350,8 +437,8 @@ def test_a_layer_at_one_step_and_over_several():
     with style.look():
         one = texts_of(overview.draw_layer('a.b', records[::2], ['mxfp8', 'bf16']))
         two = texts_of(overview.draw_layer('a.b', records, ['mxfp8', 'bf16']))
-    assert {'a.b', 'linear  ·  step 0', 'input', 'weight', '■ mxfp8', '■ bf16'} <= set(one)
-    assert {'a.b', 'linear  ·  2 steps, 0 to 10', 'SQNR of input', 'SQNR of weight', '■ mxfp8', '■ bf16'} <= set(two)
+    assert {'a.b', 'linear  ·  step 0', 'input', 'weight', '■', 'mxfp8', 'bf16'} <= set(one)
+    assert {'a.b', 'linear  ·  2 steps, 0 to 10', 'SQNR of input', 'SQNR of weight', '■', 'mxfp8', 'bf16'} <= set(two)
 
 
 def test_statistics_of_many_layers_come_in_pages(tmp_path):
@@ -491,7 +578,8 @@ def test_a_dump_of_a_torch_model(tmp_path, torch):
     entries = Logs(tmp_path / 'dump').entries
     (entry,) = [entry for entry in entries if entry.name == 'input' and entry.layer.endswith('linear1')]
     tensor = tensors.analyse(entry, entry.load(), Logs(tmp_path / 'dump').mask(entry), [])
-    assert tensor.padding.all(1).tolist() == [False, False, False, False, True, True] and tensor.view.row_lines == (3,)
+    assert (tensor.cover == numbers.PADDING).all(1).tolist() == [False, False, False, False, True, True]
+    assert tensor.view.row_lines == (3,)
     summary = draw(tmp_path / 'dump', tmp_path / 'draw', Options(names=('weights',), formats='mxfp8', jobs=1, dpi=40,
                                                                  page=False))
     assert summary.tensors == 1 and len(os.listdir(tmp_path / 'draw' / 'attention_maps')) == 2

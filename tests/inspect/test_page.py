@@ -18,7 +18,7 @@ import browsing
 import numpy as np
 import pytest
 from conftest import ROOT
-from dumps import make_dump
+from dumps import make_dump, make_megatron_dump
 
 pytest.importorskip('plotly', reason='plotly is not installed: pip install plotly')
 
@@ -339,6 +339,39 @@ def test_magnitudes_of_block_formats_are_relative_to_the_block_scale(axis):
     np.testing.assert_array_equal(got, np.sort(expected))
 
 
+def test_the_scale_of_a_block_of_zeros_is_blank_and_widens_no_colour_scale():
+    x = np.random.default_rng(2).standard_normal((4, 96)).astype(np.float32)
+    x[1, 32:64] = 0
+    x[2, 70] = np.nan
+    x[3, :32] = 2.0 ** -120                                 # a real block with a small scale
+    scales = numbers_of(payload.detail(x, None, -1, ('mxfp8',))['formats']['mxfp8']['scales']).reshape(4, 3)
+    assert np.isnan(scales[1, 1]) and np.isinf(scales[2, 2]) and scales[3, 0] == -127
+    assert (np.abs(scales[0]) < 12).all() and np.isnan(scales).sum() == 1
+
+
+def test_runs_ranks_and_samples_are_apart_on_the_page(tmp_path, browser, torch):
+    arrays = make_megatron_dump(tmp_path / 'logs', iterations=(3,))
+    with open(tmp_path / 'logs/manifest.jsonl', 'w') as file:
+        for run in range(3):
+            file.write(json.dumps({'kind': 'run', 'version': 1, 'program': 'gpt'}) + '\n')
+            file.writelines(json.dumps({'kind': 'step', 'step': step, 'loss': 1.0 + run}) + '\n' for step in range(4))
+    shown = Page(browser, f'file://{page.write(Logs(tmp_path / "logs"), str(tmp_path), ("mxfp8",))}#layer=attention_L1')
+    shown.drawn()
+    assert shown.ask('document.getElementById("loss").data.map(trace => [trace.name, trace.y.join()])') == [
+        ['run 1', '1,1,1,1'], ['run 2', '2,2,2,2'], ['run 3', '3,3,3,3']]
+    assert shown.ask('new Set(document.getElementById("loss").data.map(trace => trace.line.color)).size') == 3
+    labels = shown.ask('[...document.getElementById("copy").options].map(option => option.text)')
+    assert labels == [f'run 3, pre FA, rank {rank}, sample {sample}, group 0' for rank in (0, 1) for sample in (0, 1)]
+    assert 'instance' in shown.ask('[...document.querySelectorAll("th")].map(cell => cell.dataset.column)')
+    shown.act(lambda: shown.ask('{ const copy = document.getElementById("copy"); copy.selectedIndex = 3;'
+                                ' copy.dispatchEvent(new Event("change")) }'))
+    assert 'pre FA, rank 1, sample 1, group 0' in shown.text('#facts')
+    weights = np.array(shown.z('weights'))                  # attention_weights of the same rank and sample
+    rank1 = next(array for file, array in arrays.items() if 'rank01_sample001_group000_attention_weights' in file)
+    np.testing.assert_allclose(weights, rank1[0, 0], atol=1e-3)
+    shown.tab.close()
+
+
 @pytest.mark.parametrize('shape', [(), (0,), (5,), (1, 1), (3, 0), (2, 3, 4, 5)])
 def test_tensors_of_any_shape_have_a_detail(shape):
     for fill in (0.0, 3.0, np.nan, 1e38, 1e-44):
@@ -351,9 +384,11 @@ def test_long_curves_are_thinned_and_keep_their_ends_and_peaks():
     steps = [{'step': i, 'loss': 1.0 + i % 7 / 100, 'norm': None} for i in range(50001)]
     steps[12345]['loss'], steps[31] = 99.0, {'step': 31, 'loss': None, 'norm': 2.0}
     thin = payload.thin_steps(steps)
-    assert len(thin) <= 2000 and thin[0][0] == 0 and thin[-1][0] == 50000 and [12345, 99.0, None] in thin
+    assert len(thin) <= 2000 and thin[0][0] == 0 and thin[-1][0] == 50000 and [12345, 99.0, None, ''] in thin
     assert [line[0] for line in thin] == sorted({line[0] for line in thin})
-    assert payload.thin_steps(steps[:100]) == [[line['step'], line['loss'], line['norm']] for line in steps[:100]]
+    assert payload.thin_steps(steps[:100]) == [[line['step'], line['loss'], line['norm'], ''] for line in steps[:100]]
+    two = payload.thin_steps([line | {'training': run} for run in (0, 1) for line in steps])
+    assert {row[3] for row in two} == {'run 1', 'run 2'} and 1900 < len(two) <= 2000
 
 
 def catalogue(path):

@@ -55,6 +55,7 @@ def draw_maps(title, subtitle, maps, words, padding):
     left, top = 0.5 + margins[0], 1.15
     sheet = style.Sheet(max(left + across * (width + 0.3) + 0.1, 6.2), top + down * pitch + 0.3, title, subtitle)
     cmap = style.sequential()
+    is_large = longest > 40             # no lines between the cells; weights are small, so their square roots are drawn
     finite = maps[np.isfinite(maps)]
     high = min(max(float(finite.max(initial=0)), 1e-6), 1.0) if finite.size else 1.0
     hidden = np.ones((rows, columns), bool)
@@ -65,8 +66,10 @@ def draw_maps(title, subtitle, maps, words, padding):
         x, y = left + column * (width + 0.3), top + row * pitch
         sheet.heading(x, y, width, f'head {head}')
         cells = numbers.shrink(maps[head], _MAX_CELLS, _MAX_CELLS)
-        sheet.image(x, y, width, height, style.painted(cells, 0, high, cmap, small))
-        if longest <= 40:           # white lines between the cells
+        with np.errstate(invalid='ignore'):
+            cells = np.sqrt(cells) if is_large else cells
+        sheet.image(x, y, width, height, style.painted(cells, 0, math.sqrt(high) if is_large else high, cmap, small))
+        if not is_large:            # white lines between the cells
             for i in range(1, columns):
                 sheet.line(x + width * i / columns, y, x + width * i / columns, y + height, style.PAPER, 0.4)
             for i in range(1, rows):
@@ -75,16 +78,21 @@ def draw_maps(title, subtitle, maps, words, padding):
         sheet.ticks(x, y, width, height, 'y', '', _words(labels[0] if column == 0 else [''] * rows, cell), size=size)
         # mark the largest weight of each query
         best = np.where(np.isfinite(maps[head]), maps[head], -1)[:lengths[0], :lengths[1]]
-        if longest <= 40 and best.size:
+        if not is_large and best.size:
             sheet.page.plot(x + (best.argmax(1) + 0.5) * width / columns, y + (np.arange(len(best)) + 0.5) * height / rows,
                             linestyle='', marker='o', markersize=cell * 72 * 0.22, color='#ffb000', markeredgewidth=0, zorder=3)
     y = top + down * pitch - 0.2
-    style.color_bar(sheet, 0.5, y, 2.0, cmap, 0, high, bool((finite > high).any()))
+    style.color_bar(sheet, 0.5, y, 2.0, cmap, 0, math.sqrt(high) if is_large else high, bool((finite > high).any()),
+                    _squared if is_large else None)
     remark = f'grey: padding ({padding[0]} queries, {padding[1]} keys)' if any(padding) else 'no padding'
-    remark += '   \N{MIDDLE DOT}   dot: largest weight of the row' if longest <= 40 else ''
+    remark += '   \N{MIDDLE DOT}   ' + ('colour: square root of the weight' if is_large else 'dot: largest weight of the row')
     sheet.text(2.85, y + 0.06, 'rows: queries, columns: keys; each row sums to 1', fontsize=7.5, color=style.GREY)
     sheet.text(2.85, y + 0.22, remark, fontsize=7.5, color=style.GREY)
     return sheet
+
+
+def _squared(value):
+    return style.number(value * value)
 
 
 def _ems(text):

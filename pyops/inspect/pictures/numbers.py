@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SAMPLE = 65_536
 ROWS, COLUMNS = 250, 280            # largest map, one cell per pixel
+SHOWN, PADDING, MISSING = range(3)      # of View.cover; a cell of several elements has the smallest
 BROKEN_BIN = 255            # biased exponent of NaN and the infinities
 _BIAS = 127
 
@@ -158,13 +159,22 @@ class View:
     first: int | None = None    # number of items of the first axis that are shown, None: all
 
     def of(self, x: np.ndarray) -> np.ndarray:
-        """Return the matrix, a view of x if possible.  The last row of a folded vector is filled with NaN or False."""
+        """Return the matrix, a view of x if possible.  The last row of a folded vector is filled with NaN or 0."""
         x = np.broadcast_to(x, self.shape)
         if self.fold:
-            padded = np.full(self.matrix, False if x.dtype == bool else np.nan, x.dtype)
+            padded = np.full(self.matrix, np.nan if x.dtype.kind == 'f' else 0, x.dtype)
             padded.reshape(-1)[:x.size] = x.reshape(-1)
             return padded
         return x[:self.first].transpose(self.order).reshape(self.matrix)
+
+    def cover(self, mask: np.ndarray | None) -> np.ndarray | None:
+        """Return uint8 cells: SHOWN, PADDING, or MISSING beyond the end of a folded vector; None if all are shown."""
+        is_filled = self.fold and math.prod(self.shape) < math.prod(self.matrix)
+        if mask is None and not is_filled:
+            return None
+        shown = self.of(np.full(self.shape, SHOWN + 1, np.uint8) if mask is None else np.where(mask, SHOWN + 1, PADDING + 1)
+                        .astype(np.uint8))
+        return np.where(shown == 0, MISSING, shown.astype(np.int16) - 1).astype(np.uint8)
 
 
 def view_of(shape: Iterable[int], layer_type: str = 'linear', name: str = '', axis: int = -1, batch: int | None = 1,

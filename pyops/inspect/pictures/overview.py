@@ -4,10 +4,12 @@ import math
 
 import numpy as np
 
+from pyops.inspect import statistics
 from pyops.inspect.pictures import numbers, style
 
 ROWS = 40                   # rows per page of statistics
 _MAX_STEPS = 6              # steps per page of statistics
+_MAX_CURVES = 18            # runs in the plot of the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +27,17 @@ class Record:
     statistics: dict        # of pyops.inspect.statistics.describe
     counts: np.ndarray      # of numbers.binades
     losses: dict            # format -> pyops.inspect.statistics.quantization
+    place: str = ''         # distinguishes it from the other tensors of its layer: pyops.inspect.logs.places
+    tags: dict = dataclasses.field(default_factory=dict)        # {column of tensor_stats.txt: text}
 
     @property
     def kind(self):
         return style.kind_of(self.operation, self.name)
+
+    @property
+    def row(self):
+        """The layer, and the place if there is one: the name of a curve."""
+        return f'{self.layer} ({self.place})' if self.place else self.layer
 
 
 # ---- data --------------------------------------------------------------------------------------------------------------
@@ -53,9 +62,9 @@ def sqnr(records, text):
     """Return the SQNR in dB of a format over several tensors, from the total energies; None if unknown."""
     measures = [record.losses[text] for record in records if text in record.losses]
     signal, noise = (sum(measure[key] for measure in measures) for key in ('sum_x2', 'sum_e2'))
-    if not measures or not (math.isfinite(signal) and math.isfinite(noise)):
+    if not measures or math.isnan(signal) or math.isnan(noise):
         return None
-    return math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)
+    return statistics.decibels(signal, noise)
 
 
 def rms(records):
@@ -85,12 +94,12 @@ FLOWS = {'at the output': ('grad_output',), 'at the input': ('grad_input', 'grad
 def gradient_flow(records):
     """Return the layers in forward order, the steps, and {key of FLOWS: rms (layers, steps), NaN if unknown}."""
     backward = [record for record in records if record.operation == 'backward']
-    known = {record.layer for record in backward}
-    forward = [record.layer for record in records if record.operation == 'forward' and record.layer in known]
-    layers = list(dict.fromkeys([*forward, *(record.layer for record in reversed(backward))]))
+    known = {record.row for record in backward}
+    forward = [record.row for record in records if record.operation == 'forward' and record.row in known]
+    layers = list(dict.fromkeys([*forward, *(record.row for record in reversed(backward))]))
     steps = sorted({record.step for record in backward})
     flows = {flow: np.full((len(layers), len(steps)), np.nan) for flow in FLOWS}
-    for (layer, step), group in by(backward, lambda record: (record.layer, record.step)).items():
+    for (layer, step), group in by(backward, lambda record: (record.row, record.step)).items():
         for flow, names in FLOWS.items():
             value = rms([record for record in group if record.name in names])
             flows[flow][layers.index(layer), steps.index(step)] = np.nan if value is None else value
@@ -188,25 +197,35 @@ def _draw_pie(sheet, x, y, heading, parts, color_of):
 
 # ---- statistics by layer and step --------------------------------------------------------------------------------------
 
-def draw_training(steps):
-    """Return a Sheet with loss and gradient norm of every training step.  steps: as of logs.Logs.steps."""
-    sheet = style.Sheet(12, 4.6, 'Training', f'{len(steps):,} steps')
-    x = np.array([line['step'] for line in steps], np.float64)
-    for i, (key, label, color) in enumerate((('loss', 'loss', style.NAME_COLORS[0]),
-                                             ('norm', 'gradient norm', style.NAME_COLORS[1]))):
+def draw_training(curves):
+    """Return a Sheet with loss and gradient norm of every training step.  curves: of logs.curves."""
+    count = sum(map(len, curves.values()))
+    names = list(curves)[:_MAX_CURVES]
+    more = f', {len(names)} of {len(curves)} runs' if len(names) < len(curves) else ''
+    sheet = style.Sheet(12, 4.6 + 0.22 * len(names[1:]), 'Training', f'{count:,} steps{more}')
+    for i, (key, label) in enumerate((('loss', 'loss'), ('norm', 'gradient norm'))):
         axes = sheet.axes(1.0 + i * 5.7, 1.1, 4.8, 2.8, label.capitalize())
-        y = np.array([line.get(key) if isinstance(line.get(key), int | float) else np.nan for line in steps], np.float64)
-        known = np.isfinite(y)
-        if not known.any():
+        known = []
+        for j, name in enumerate(names):
+            points = np.array([(line['step'], line[key]) for line in curves[name] if isinstance(line.get(key), int | float)
+                               and math.isfinite(line[key])], np.float64).reshape(-1, 2)
+            known.append(points[:, 1])
+            color = style.NAME_COLORS[i if len(names) == 1 else j % len(style.NAME_COLORS)]
+            axes.plot(*points.T, color=color, linewidth=1.2, linestyle='-' if j < len(style.NAME_COLORS) else '--',
+                      marker='o' if len(points) < 40 else '', markersize=3)
+        values = np.concatenate(known)
+        if not len(values):
             axes.text(0.5, 0.5, 'not recorded', ha='center', va='center', color=style.GREY, transform=axes.transAxes)
             continue
-        axes.plot(x[known], y[known], color=color, linewidth=1.2, marker='o' if len(x) < 40 else '', markersize=3)
-        if key == 'norm' and (y[known] > 0).all() and y[known].max() > 20 * y[known].min():
+        if key == 'norm' and (values > 0).all() and values.max() > 20 * values.min():
             axes.set_yscale('log')
         axes.margins(y=0.1)
         axes.autoscale_view()
         style.scale(axes, 'x', 'step')
         style.scale(axes, 'y', label)
+    for j, name in enumerate(names if len(names) > 1 else ()):
+        sheet.text(1.0, 4.55 + 0.22 * j, '\N{BLACK SQUARE}', color=style.NAME_COLORS[j % len(style.NAME_COLORS)], fontsize=10)
+        sheet.text(1.2, 4.55 + 0.22 * j, style.shortened(name, 100), fontsize=8.5)
     return sheet
 
 
@@ -302,7 +321,7 @@ def draw_sqnr(records, texts):
             sheet.line(room, top + i * _PITCH, room + wide * len(texts), top + i * _PITCH, style.PAPER, 0.5)
         for i, (_, values) in enumerate(part):
             for j, value in enumerate(values):
-                text = ('exact' if value == math.inf else style.MINUS if value is None or not math.isfinite(value)
+                text = ('exact' if value == math.inf else 'overflow' if value == -math.inf else style.MINUS if value is None
                         else f'{value:.1f}'.replace('-', style.MINUS))
                 sheet.text(room + (j + 0.5) * wide, top + (i + 0.5) * _PITCH, text, ha='center', va='center', fontsize=7.5,
                            color=style.readable_on(colors[i, j]))
@@ -322,7 +341,8 @@ def draw_layer(layer, records, texts):
     steps = sorted({record.step for record in records})
     kinds = ', '.join(dict.fromkeys(record.layer_type for record in records))
     period = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps, {steps[0]} to {steps[-1]}'
-    titles = style.plain(layer), f'{kinds}  \N{MIDDLE DOT}  {period}'
+    place = f'  \N{MIDDLE DOT}  {records[0].place}' if records[0].place else ''
+    titles = style.plain(layer), f'{kinds}{place}  \N{MIDDLE DOT}  {period}'
     return _layer_at_a_step(*titles, names, texts) if len(steps) == 1 else _layer_over_steps(*titles, names, texts, steps)
 
 
@@ -417,7 +437,7 @@ def _layer_over_steps(title, subtitle, names, texts, steps):
 
 def _legend_of_formats(sheet, x, y, texts):
     for text in texts:
-        sheet.text(x, y, f'\N{BLACK SQUARE} {text}', color=style.color_of(text), fontsize=8.5)
+        sheet.key(x, y, text, style.color_of(text), fontsize=8.5)
         x += 0.45 + 0.085 * len(text)
 
 
@@ -426,7 +446,8 @@ _LABEL = 46                 # most characters of a row label
 
 
 def _tensor(record):
-    return f'{style.plain(record.layer)}  {style.plain(record.name)}'
+    place = f'  {record.place}' if record.place else ''
+    return f'{style.plain(record.layer)}  {style.plain(record.name)}{place}'
 
 
 def _row_label(text):
@@ -459,7 +480,7 @@ def _step_color(index, count):
 
 def _legend_of_steps(sheet, x, top, steps):
     for j, step in enumerate(steps if len(steps) > 1 else ()):
-        sheet.text(x + j * 1.0, top - 0.32, f'\N{BLACK SQUARE} step {step}', fontsize=8, color=_step_color(j, len(steps)))
+        sheet.key(x + j * 1.0, top - 0.32, f'step {step}', _step_color(j, len(steps)), fontsize=8)
 
 
 def _binary_ticks(low, high):

@@ -18,9 +18,9 @@ from pyops.inspect import colours
 
 INK, GREY, RULE, LIGHT, PAPER = '#222222', '#666666', '#b0b0b0', '#e6e6e6', '#ffffff'
 PADDING, BROKEN = '#d9d9d9', '#d6008f'          # BROKEN: NaN and infinities
-KINDS = {'activations': '#0072b2', 'weights': '#009e73', 'gradients': '#d55e00'}
+KINDS = {'activations': '#566578', 'weights': '#8b5a2b', 'gradients': '#6a4fb0'}        # none is the colour of a format
 NAME_COLORS = ('#0072b2', '#d55e00', '#009e73', '#b8559a', '#e69f00', '#56b4e9', '#4d4d4d', '#8b5a2b', '#7a6cd0')
-ELLIPSIS, MINUS = '\N{HORIZONTAL ELLIPSIS}', '\N{MINUS SIGN}'
+ELLIPSIS, MINUS, SQUARE = '\N{HORIZONTAL ELLIPSIS}', '\N{MINUS SIGN}', '\N{BLACK SQUARE}'
 
 SOFTWARE = 'pyops inspect draw'
 _FONTS = ('DejaVu Sans', 'Noto Sans CJK SC', 'Noto Sans CJK JP', 'WenQuanYi Zen Hei', 'Noto Sans Arabic',
@@ -57,9 +57,13 @@ def look():
 
 def color_of(fmt):
     """Return the colour of a format (a Format, its text, or 'fp32').  A format with options has a darker shade."""
-    base, options = colours.of(fmt), str(fmt).partition(':')[2]
-    share = 0.75 - 0.3 * (sum(options.encode()) % 7) / 6 if options else 1              # deterministic, unlike hash()
-    return '#' + ''.join(f'{round(int(base[i:i + 2], 16) * share):02x}' for i in (1, 3, 5))
+    return colours.of(fmt)
+
+
+def ink_of(color):
+    """Return the colour for small text about something drawn in a colour, with a contrast of at least 4.5 to white."""
+    from matplotlib.colors import to_hex
+    return colours.readable(to_hex(color))
 
 
 def _oklab_map(name, stops, count=256):
@@ -137,6 +141,8 @@ def number(value, digits=3):
 def decibels(value):
     if value is None or math.isnan(value):
         return 'undefined'
+    if value == -math.inf:
+        return 'overflow'
     return 'exact' if value == math.inf else f'{value:.1f} dB'.replace('-', MINUS)
 
 
@@ -186,8 +192,15 @@ class Sheet:
             self.text(0.35, y, shortened(text, most), fontsize=size, color=color, fontweight=weight)
 
     def text(self, x, y, text, **style):
-        """Draw text whose baseline starts x, y inches from the upper left corner."""
+        """Draw text whose baseline starts x, y inches from the upper left corner.  Coloured text is darkened to be legible."""
+        if text and text != SQUARE and 'color' in style and style['color'] != PAPER:
+            style['color'] = ink_of(style['color'])
         return self.page.text(x, y, text, **style) if text else None
+
+    def key(self, x, y, text, color, **style):
+        """Draw an entry of a legend: a square in a colour, and a text."""
+        self.text(x, y, SQUARE, color=color, **style)
+        self.text(x + 0.16, y, text, **style)
 
     def line(self, x0, y0, x1, y1, color, width=0.7):
         self._lines.append((((x0, y0), (x1, y1)), color, width))
@@ -300,7 +313,10 @@ def is_ours(path, as_named=False):
 
 
 def painted(matrix, low, high, cmap, hidden=None):
-    """Return the colours of a map as uint8 (rows, columns, 4).  NaN and infinities are BROKEN, hidden cells PADDING."""
+    """Return the colours of a map as uint8 (rows, columns, 4).  NaN and infinities are BROKEN.
+
+    hidden: 0 or False in cells that are shown; other cells have the colour of padding, cells of 2 that of the paper
+    """
     from matplotlib.colors import to_rgba
     with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
         position = (matrix.astype(np.float64) - low) / ((high - low) or 1.0)
@@ -308,7 +324,8 @@ def painted(matrix, low, high, cmap, hidden=None):
     colors = (cmap(np.where(is_finite, position, 0).clip(0, 1)) * 255).round().astype(np.uint8)
     colors[~is_finite] = [round(255 * c) for c in to_rgba(BROKEN)]
     if hidden is not None:
-        colors[hidden] = [round(255 * c) for c in to_rgba(PADDING)]
+        for kind, color in enumerate((PADDING, PAPER), 1):
+            colors[hidden == kind] = [round(255 * c) for c in to_rgba(color)]
     return colors
 
 

@@ -19,6 +19,7 @@ class FormatAnalysis:
     statistics: dict            # of pyops.inspect.statistics.quantization
     error: np.ndarray           # q - x as a small matrix, like Analysis.values
     scales: np.ndarray | None   # exponents of the block scales as a matrix of the same shape
+    cover: np.ndarray | None    # like Analysis.cover for the scales: those of blocks of zeros are missing
     exponents: tuple            # smallest, median and largest exponent; (0, 0, 0) without scales
     patch: np.ndarray           # q in the window of Analysis.patch
     relative: tuple             # edges, shares of numbers.relative_errors
@@ -41,10 +42,10 @@ class Analysis:
     boxes_of: str               # the groups of the boxes: head or feature
     view: numbers.View
     values: np.ndarray          # x as a small matrix, 0 at padding
-    padding: np.ndarray | None  # bool, of the same shape
+    cover: np.ndarray | None    # of numbers.View.cover, of the same shape
     window: tuple               # (first row, first column) of patch
     patch: np.ndarray           # x in a window around its largest value
-    patch_padding: np.ndarray | None
+    patch_cover: np.ndarray | None
     rounded: list               # of FormatAnalysis
 
     @property
@@ -57,7 +58,8 @@ def subtitle_of(entry):
     """Return the subtitle: step, operation, shape and format."""
     time = '' if entry.time is None else f', time step {entry.time}'
     fmt = 'not quantized' if entry.fmt is None else f'trained with {entry.fmt}'
-    return f'step {entry.step}{time}  ·  {entry.operation}  ·  {style.shape_text(entry.shape)}  ·  {fmt}'
+    place = f'  ·  {entry.place}' if entry.place else ''
+    return f'step {entry.step}{time}{place}  ·  {entry.operation}  ·  {style.shape_text(entry.shape)}  ·  {fmt}'
 
 
 def title_of(entry):
@@ -69,15 +71,16 @@ def analyse(entry, x, mask, formats):
     x = np.atleast_1d(np.asarray(x, np.float32))            # a scalar is drawn as a vector with one element
     values = numbers.valid(x, mask)
     is_heads = entry.layer_type == 'attention' and x.ndim == 4
-    heads_axis = (1 if entry.name == 'weights' else 2) if is_heads else None
+    heads_axis = (1 if entry.is_weights else 2) if is_heads else None
     # the mask entry of the manifest has the batch axis; dumps of pyops are time first
     batch = next((item['batch'] for item in entry.mask), 1 if entry.origin == 'pyops' else None)
-    view = numbers.view_of(x.shape, entry.layer_type, entry.name, entry.axis, batch)
-    hidden = None if mask is None else view.of(~np.asarray(mask))
+    view = numbers.view_of(x.shape, entry.layer_type, 'weights' if entry.is_weights else entry.name, entry.axis, batch)
+    cover = view.cover(mask)
+    hidden = None if cover is None else cover > 0
     matrix = view.of(x) if hidden is None else np.where(hidden, 0, view.of(x))
     rows, columns = numbers.patch_of(matrix)
     sampled = numbers.sample(values)
-    rounded = [_round(x, mask, fmt, _axis(entry, x), view, hidden, (rows, columns), sampled) for fmt in formats]
+    rounded = [_round(x, mask, fmt, _axis(entry, x), view, cover, (rows, columns), sampled) for fmt in formats]
     return Analysis(
         title=title_of(entry), subtitle=subtitle_of(entry), kind=style.kind_of(entry.operation, entry.name),
         format='fp32' if entry.fmt is None else str(entry.fmt), shape=x.shape,
@@ -85,9 +88,9 @@ def analyse(entry, x, mask, formats):
         counts=numbers.binades(values), histogram=numbers.histogram(values), normal=numbers.normal_quantiles(sampled),
         boxes=numbers.boxes(x, mask, heads_axis), boxes_of='head' if is_heads else 'feature' if x.ndim > 1 else '',
         view=view, values=numbers.shrink(matrix),
-        padding=None if hidden is None else numbers.reduced(np.logical_and, hidden), window=(rows.start, columns.start),
+        cover=None if cover is None else numbers.reduced(np.minimum, cover), window=(rows.start, columns.start),
         patch=np.array(matrix[rows, columns]),
-        patch_padding=None if hidden is None else np.array(hidden[rows, columns]), rounded=rounded)
+        patch_cover=None if cover is None else np.array(cover[rows, columns]), rounded=rounded)
 
 
 def measure(entry, x, mask, formats):
@@ -102,25 +105,27 @@ def _axis(entry, x):
     return entry.axis if isinstance(entry.axis, int) and -x.ndim <= entry.axis < x.ndim else -1
 
 
-def _round(x, mask, fmt, axis, view, hidden, window, sampled):
+def _round(x, mask, fmt, axis, view, cover, window, sampled):
     q = number_formats.fake_quantize(x, fmt, axis)
     with np.errstate(invalid='ignore', over='ignore'):
         error = view.of(q - x)
-    scales, exponents = None, (0, 0, 0)
+    scales, scale_cover, exponents = None, None, (0, 0, 0)
     if fmt.is_block and x.size:
         block_scales = statistics.block_scales(x, fmt, axis).astype(np.float32)
         along = axis % x.ndim
-        repeated = np.repeat(block_scales, fmt.block, along).take(range(x.shape[along]), along)
-        scales = view.of(repeated)
-        scales = numbers.reduced(np.maximum, scales if hidden is None else np.where(hidden, -128, scales))
-        used = numbers.valid(repeated, mask)
-        used = used[np.isfinite(used) & (used > -127)]          # -127: a block of zeros
+        repeated, is_zero = (np.repeat(array, fmt.block, along).take(range(x.shape[along]), along)
+                             for array in (block_scales, statistics.zero_blocks(x, fmt, axis)))
+        scale_cover = np.where(view.of(is_zero), numbers.MISSING, 0 if cover is None else cover)
+        scales = numbers.reduced(np.maximum, np.where(scale_cover > 0, -128, view.of(repeated)))
+        scale_cover = numbers.reduced(np.minimum, scale_cover)
+        used = numbers.valid(np.where(is_zero, np.nan, repeated), mask)
+        used = used[np.isfinite(used)]
         exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
     elif fmt.option('amax_target') and (amax := float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))):
         exponents = (math.log2(amax / fmt.option('amax_target')),) * 3
     q_sampled = numbers.sample(numbers.valid(q, mask))
-    error = numbers.shrink(error if hidden is None else np.where(hidden, 0, error))
-    return FormatAnalysis(fmt, statistics.quantization(x, fmt, axis, mask), error, scales, exponents,
+    error = numbers.shrink(error if cover is None else np.where(cover > 0, 0, error))
+    return FormatAnalysis(fmt, statistics.quantization(x, fmt, axis, mask), error, scales, scale_cover, exponents,
                           np.array(view.of(q)[window]), numbers.relative_errors(sampled, q_sampled))
 
 
@@ -152,7 +157,7 @@ def _facts(sheet, tensor):
              ('largest', style.number(s['max'])), ('zeros', style.percent(100 * s['zeros'] / count if count else 0))]
     if s['nan'] or s['inf']:
         cards.append(('NaN, Inf', f'{s["nan"]:,}, {s["inf"]:,}'))
-    if tensor.padding is not None:
+    if tensor.cover is not None and (tensor.cover == numbers.PADDING).any():
         cards.append(('padding', style.percent(100 * (1 - count / max(math.prod(tensor.shape), 1)))))
     for i, (label, value) in enumerate(cards):
         x = 0.35 + i * min(1.42, (sheet.width - 0.7) / len(cards))
@@ -227,18 +232,18 @@ def _draw_exponents(sheet, box, lanes, tensor, color):
     lane = sheet.axes(x, y + height - lanes, width, lanes)
     for i, r in enumerate(rounded):
         sub, normal, top = np.clip(_reach(r), low, high)
-        tint = style.color_of(r.format)
+        tint, ink = style.color_of(r.format), style.ink_of(style.color_of(r.format))
         lane.barh((i, i), (normal - sub, top - normal), left=(sub, normal), height=0.5, color=[(tint, 0.35), (tint, 1)],
                   linewidth=0)
         if sub >= high or top <= low:
             text, position = ('above \N{BLACK RIGHT-POINTING SMALL TRIANGLE}', 0.995) if sub >= high else (
                 '\N{BLACK LEFT-POINTING SMALL TRIANGLE} below', 0.005)
-            lane.text(position, i, text, color=tint, fontsize=7.5, ha='right' if sub >= high else 'left', va='center',
+            lane.text(position, i, text, color=ink, fontsize=7.5, ha='right' if sub >= high else 'left', va='center',
                       transform=lane.get_yaxis_transform())
         if r.exponents[0] < r.exponents[2]:
             ends = np.clip((_reach(r, 0)[0], _reach(r, 2)[2]), low, high)
             lane.plot(ends, (i, i), color=tint, linewidth=1, zorder=1)
-        lane.text(-0.015, i, style.shortened(r.format, 16), fontsize=7.5, color=tint, ha='right', va='center',
+        lane.text(-0.015, i, style.shortened(r.format, 16), fontsize=7.5, color=ink, ha='right', va='center',
                   transform=lane.get_yaxis_transform())
     lane.set_xlim(low, high)
     lane.set_ylim(len(rounded) - 0.5, -0.5)
@@ -249,21 +254,23 @@ def _draw_exponents(sheet, box, lanes, tensor, color):
 def _shade(axes, rounded, low, high):
     """Shade the subnormal and the normal range of a format."""
     sub, normal, top = _reach(rounded)
-    tint = style.color_of(rounded.format)
+    tint, ink = style.color_of(rounded.format), style.ink_of(style.color_of(rounded.format))
     across = axes.get_xaxis_transform()
     for start, end, alpha in ((sub - 1, normal, 0.07), (normal, top, 0.16)):        # values above half the smallest round up
         start, end = max(start, low), min(end, high)
         if end > start:
             axes.axvspan(start, end, color=tint, alpha=alpha, linewidth=0, zorder=0)
-    for limit, align, text in ((top, 'left', ' overflow'), (sub - 1, 'right', 'underflow ')):
+    # the limits of a block format differ from block to block
+    of = ' at the median scale' if rounded.exponents[0] < rounded.exponents[2] else ''
+    for limit, align, text in ((top, 'left', f' overflow{of}'), (sub - 1, 'right', f'underflow{of} ')):
         if low < limit < high:
             axes.axvline(limit, color=tint, linewidth=1)
         if ((high - limit) if align == 'left' else (limit - low)) / (high - low) * axes.inches[2] > 0.085 * len(text):
-            axes.text(limit, 0.97, text, color=tint, fontsize=7.5, ha=align, va='top', transform=across, clip_on=True)
+            axes.text(limit, 0.97, text, color=ink, fontsize=7.5, ha=align, va='top', transform=across, clip_on=True)
     for start, end, text in ((sub - 1, normal, 'subnormal'), (normal, top, f'{rounded.format}: normal')):
         start, end = max(start, low), min(end, high)
         if (end - start) / (high - low) * axes.inches[2] > 0.072 * len(text):
-            axes.text((start + end) / 2, 0.97, text, color=tint, fontsize=7.5, ha='center', va='top', transform=across)
+            axes.text((start + end) / 2, 0.97, text, color=ink, fontsize=7.5, ha='center', va='top', transform=across)
 
 
 def _draw_boxes(axes, tensor, color):
@@ -317,33 +324,33 @@ _PANELS, _PANEL_WIDTH, _PANEL_HEIGHT, _PITCH = 4, 2.85, 2.55, 3.6       # in a r
 
 def draw_heatmap(tensor):
     """Return a Sheet with maps of the tensor, of the error q - x in each format, and of block scales."""
-    panels = [('x', style.INK, '', tensor.values, None)]
+    panels = [('x', style.INK, '', tensor.values, tensor.cover, None)]
     for r in tensor.rounded:
         tint = style.color_of(r.format)
         panels.append((f'{style.shortened(r.format, 17)}:  error q {style.MINUS} x', tint,
-                       style.decibels(r.statistics['sqnr_db']), r.error, None))
+                       style.decibels(r.statistics['sqnr_db']), r.error, tensor.cover, None))
         if r.scales is not None:
             panels.append((f'{style.shortened(r.format, 17)}:  scales', tint, f'blocks of {r.format.block}', r.scales,
-                           style.power))
+                           r.cover, style.power))
     across = min(len(panels), _PANELS)
     down = -(-len(panels) // across)
     height = 1.25 + down * _PITCH + 0.15
     sheet = style.Sheet(max(0.85 + across * (_PANEL_WIDTH + 0.35) + 0.1, 7.5), height, tensor.title, tensor.subtitle)
     broken = is_beyond = False
-    for i, (title, color, note, matrix, format_tick) in enumerate(panels):
+    for i, (title, color, note, matrix, cover, format_tick) in enumerate(panels):
         row, column = divmod(i, across)
         corner = 0.85 + column * (_PANEL_WIDTH + 0.35), 1.15 + row * _PITCH
         if not matrix.size:
             sheet.text(corner[0], corner[1] + 0.3, 'no value', color=style.GREY)
             continue
-        low, high, beyond, signed = numbers.limits(matrix) if format_tick is None else (*_whole_limits(matrix, tensor.padding),
-                                                                                        0, False)
+        low, high, beyond, signed = (numbers.limits(matrix) if format_tick is None
+                                     else (*_whole_limits(matrix, cover), 0, False))
         cmap = style.diverging() if signed else style.sequential()
         box = *corner, _PANEL_WIDTH, _PANEL_HEIGHT
         sheet.heading(*box[:3], title, note, color)
-        sheet.image(*box, style.painted(matrix, low, high, cmap, tensor.padding))
+        sheet.image(*box, style.painted(matrix, low, high, cmap, cover))
         is_beyond |= beyond > 0
-        broken |= bool((~np.isfinite(matrix) & (True if tensor.padding is None else ~tensor.padding)).any())
+        broken |= bool((~np.isfinite(matrix) & _is_shown(cover)).any())
         _draw_parts(sheet, box, tensor.view)
         first = i == 0
         sheet.ticks(*box, 'y', tensor.view.rows if first else '', _element_ticks(tensor.view.matrix[0], 5, column == 0))
@@ -357,15 +364,19 @@ def draw_heatmap(tensor):
 def _legend_of_maps(tensor, broken, is_beyond):
     part = style.shape_text(tensor.parts)
     remarks = [f'each cell shows the largest magnitude of {part} elements'] if math.prod(tensor.parts) > 1 else []
-    remarks += ['grey: padding'] if tensor.padding is not None and tensor.padding.any() else []
+    remarks += ['grey: padding'] if tensor.cover is not None and (tensor.cover == numbers.PADDING).any() else []
     remarks += ['magenta: NaN or Inf'] if broken else []
     remarks += ['arrows: some values exceed the colour scale'] if is_beyond else []
     remarks += ['q: x rounded to the format'] if tensor.rounded else []
     return '   \N{MIDDLE DOT}   '.join(remarks)
 
 
-def _whole_limits(matrix, padding):
-    values = matrix[np.isfinite(matrix) & (True if padding is None else ~padding)]
+def _is_shown(cover):
+    return True if cover is None else cover == numbers.SHOWN
+
+
+def _whole_limits(matrix, cover):
+    values = matrix[np.isfinite(matrix) & _is_shown(cover)]
     return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
 
 
@@ -402,25 +413,28 @@ def draw_comparison(tensor):
         cmap = style.diverging() if signed else style.sequential()
         with np.errstate(invalid='ignore', over='ignore'):
             errors = [r.patch - tensor.patch for r in rounded]
-        magnitudes = np.concatenate([np.abs(e[np.isfinite(e)]) for e in errors]) if errors else np.zeros(0)
-        worst = float(magnitudes.max(initial=0))
+        # each format has its own scale: on a shared one, the errors of a coarse format would hide all others
+        worst = [float(np.abs(error[np.isfinite(error)]).max(initial=0)) for error in errors]
         for i in range(columns):
             x = 0.85 + i * pitch
             box = x, top, side, high
             fmt = rounded[i - 1].format if i else None
             sheet.heading(*box[:3], style.shortened(fmt, int(side / 0.085)) if i else 'x',
                           color=style.color_of(fmt) if i else style.INK)
-            sheet.image(*box, style.painted(rounded[i - 1].patch if i else tensor.patch, low, most, cmap, tensor.patch_padding))
+            sheet.image(*box, style.painted(rounded[i - 1].patch if i else tensor.patch, low, most, cmap, tensor.patch_cover))
             _window_ticks(sheet, box, tensor, i == 0, i == 0)
             if i:
                 box = x, top + high + 0.16, side, high
-                sheet.image(*box, style.painted(errors[i - 1], -worst, worst, style.diverging(), tensor.patch_padding))
+                most_error = worst[i - 1]
+                sheet.image(*box, style.painted(errors[i - 1], -most_error, most_error, style.diverging(), tensor.patch_cover))
+                sheet.text(x + side, top + 2 * high + 0.42, f'\N{PLUS-MINUS SIGN} {style.number(most_error)}', fontsize=7.5,
+                           color=style.GREY, ha='right')
                 _window_ticks(sheet, box, tensor, False, True)
         bar = 0.95, side - 0.55
         sheet.text(0.85, top + high + 0.55, 'values', fontsize=8, color=style.GREY)
         style.color_bar(sheet, bar[0] + 0.1, top + high + 0.62, bar[1], cmap, low, most, False)
         sheet.text(0.85, top + high + 1.1, f'errors q {style.MINUS} x', fontsize=8, color=style.GREY)
-        style.color_bar(sheet, bar[0] + 0.1, top + high + 1.17, bar[1], style.diverging(), -worst, worst, False)
+        style.color_bar(sheet, bar[0] + 0.1, top + high + 1.17, bar[1], style.diverging(), -1, 1, False, _share_of_largest)
     else:
         sheet.text(0.85, top + 0.3, 'no value', color=style.GREY)
     if rounded:
@@ -430,6 +444,11 @@ def draw_comparison(tensor):
                                   'of a sample' if tensor.is_sampled else ''), rounded)
         _table(sheet, 7.7, y - 0.09, wide - 7.7 - 0.35, tall, rounded)
     return sheet
+
+
+def _share_of_largest(value):
+    """Label the colour bar of errors, whose ends are the largest error of each format."""
+    return '0' if not value else f'{style.MINUS if value < 0 else ""}largest'
 
 
 def _window_ticks(sheet, box, tensor, with_rows, with_columns):
@@ -461,7 +480,7 @@ def _draw_relative(axes, rounded):
             drawn = True
             axes.stairs(100 * shares, edges, color=style.color_of(r.format), linewidth=1.4, baseline=None)
     if not drawn:
-        return _nothing(axes, 'no error')
+        return _nothing(axes, 'no error' if any(r.statistics['sqnr_db'] == math.inf for r in rounded) else 'no finite value')
     top = max(100 * r.relative[1].max() for r in rounded)
     axes.set_ylim(0, top * 1.12)
     edges = rounded[0].relative[0]
@@ -491,7 +510,7 @@ def _table(sheet, x, y, width, height, rounded):
             sheet.text(end, below, text(r.statistics[key]) or '\N{EM DASH}', fontsize=8, color=style.INK, ha='right')
     overflow = [f'{r.format}: {r.statistics["overflow"]:,}' for r in rounded if r.statistics['overflow']]
     if overflow:
-        sheet.text(x, y + (len(rounded) + 1) * pitch, style.shortened(f'overflowed to Inf: {", ".join(overflow)}', 70),
+        sheet.text(x, y + (len(rounded) + 1) * pitch, style.shortened(f'overflow: {", ".join(overflow)}', 70),
                    fontsize=8, color=style.BROKEN)
 
 
