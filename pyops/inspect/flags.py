@@ -62,7 +62,7 @@ def add_saving_flags(parser: Any) -> None:
 def wanted(args: Namespace, environment: Mapping[str, str] = os.environ) -> Wanted | None:
     """Return a Wanted, or None if nothing is to be saved.  UserError if a flag modifies --save-tensors, which is off."""
     folder = args.save_tensors
-    if folder is None and _is_enabled(environment):
+    if folder is None and is_enabled(environment):
         folder = environment.get('TENSOR_SAVE_DIR') or FOLDER
     if folder is None:
         for name in ('save_layers', 'save_steps', 'save_max', 'save_as'):
@@ -79,13 +79,16 @@ def wanted(args: Namespace, environment: Mapping[str, str] = os.environ) -> Want
                   args.save_as or 'safetensors')
 
 
-def _is_enabled(environment: Mapping[str, str]) -> bool:
+def is_enabled(environment: Mapping[str, str], default: bool = False) -> bool:
+    """Return the value of TENSOR_SAVE_ENABLED, or the default if it is unset or empty.  UserError for another text."""
     text = environment.get('TENSOR_SAVE_ENABLED', '')
+    if not text:
+        return default
     if text.lower() in ('true', '1', 'yes', 'on'):
         return True
-    if text.lower() in ('false', '0', 'no', 'off', ''):
+    if text.lower() in ('false', '0', 'no', 'off'):
         return False
-    raise UserError(f'TENSOR_SAVE_ENABLED={text}: want true or false')
+    raise UserError(f'TENSOR_SAVE_ENABLED={text}: expected true or false')
 
 
 def _size(text: str) -> tuple[int, str]:

@@ -51,7 +51,7 @@ class Saving:
         looks = find(plan, side)
         self._layers = set(wanted.choose(list(dict.fromkeys(tensor.layer for look in looks for tensor in look.tensors))))
         looks = self._looks = self._chosen(looks)
-        self.promise, size = self._check(looks, wanted.steps.within(first, last))
+        self.promise, size = self._check(looks, wanted.steps.within(first, last), last)
         self.writer = Writer(wanted.folder, wanted.limit, wanted.as_, run)
         free = shutil.disk_usage(wanted.folder).free
         if free < size:
@@ -59,7 +59,7 @@ class Saving:
             raise UserError(f'{wanted.folder}: {size_text(size)} of tensors will be saved and {size_text(free)} are free; '
                             'make room, or save less with --save-layers, --save-steps or --save-max')
 
-    def _check(self, looks: Sequence[Any], steps: Sequence[int]) -> tuple[str, int]:
+    def _check(self, looks: Sequence[Any], steps: Sequence[int], last: int) -> tuple[str, int]:
         """Return the line that announces the dump, and its size in bytes."""
         tensors = [tensor for look in looks for tensor in look.tensors]
         each = sum(tensor.nbytes for tensor in tensors)
@@ -67,8 +67,10 @@ class Saving:
         if each > self.wanted.limit:
             raise UserError(f'--save-max {self.wanted.limit_text}: one step is {size_text(each)} of {layers} layers; give a '
                             'larger size, or fewer layers with --save-layers')
-        which = ('none of the steps to come' if not steps else f'step {steps[0]}' if len(steps) == 1 else
-                 f'{len(steps)} steps from {steps[0]} to {steps[-1]}')
+        if not steps:
+            raise UserError(f'--save-steps {self.wanted.steps.text}: contains none of the steps {self.next} to {last - 1} of '
+                            'this run; give some of these')
+        which = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps from {steps[0]} to {steps[-1]}'
         line = (f'saving tensors : {layers} layers, {len(tensors)} tensors and {size_text(each)} a step, {which}, '
                 f'{size_text(total)} in {self.wanted.folder}')
         if total > self.wanted.limit:

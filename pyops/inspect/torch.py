@@ -12,6 +12,9 @@ four axes (Megatron's core attention).
 Only the model itself has hooks at all times.  In a saved step every module has a forward pre-hook and a forward hook, and a
 TorchFunctionMode intercepts the attention functions.  Results do not change by a bit.  Errors are printed once to stderr,
 and training continues.
+
+torch.compile would compile the hooks of a saved step, and recompile the model at every such step.  So compiled modules run
+uncompiled in saved steps, and their compiled code is used again afterwards.
 """
 from __future__ import annotations
 
@@ -20,13 +23,16 @@ import atexit
 import fnmatch
 import inspect
 import math
+import os
 import sys
 import types
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from pyops.errors import UserError
 from pyops.inspect import choice
+from pyops.inspect.flags import FOLDER, is_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -44,26 +50,31 @@ except ImportError as error:
 
 _OPERANDS = {'input', 'weight', 'query', 'key', 'value', 'weights', 'grad_output'}      # of matrix products, hence rounded
 _INPUT_NAMES = 'input', 'input_', 'x', 'hidden_states'
+_COMPILER = 'torch._dynamo'
 _SDPA = 'query', 'key', 'value', 'attn_mask', 'dropout_p', 'is_causal'
 _QKV = ('query', 'key', 'value'), ('query_layer', 'key_layer', 'value_layer'), ('q', 'k', 'v')
 
 
-def attach(model: torch.nn.Module, folder: PathLike, *, layers: str = '*', steps: str | Container[int] = '0:100:10',
-           save_max: int | str = '4G', as_: str = 'safetensors', fmt: str | Format | None = None,
-           tokens: Callable[[int], dict[str, list[list[str]]]] | None = None, forwards_per_step: int = 1,
-           batch_first: bool | None = None, program: str | None = None) -> Attachment:
+def attach(model: torch.nn.Module, folder: PathLike | None = None, *, layers: str = '*',
+           steps: str | Container[int] = '0:100:10', save_max: int | str = '4G', as_: str = 'safetensors',
+           fmt: str | Format | None = None, tokens: Callable[[int], dict[str, list[list[str]]]] | None = None,
+           forwards_per_step: int = 1, batch_first: bool | None = None, program: str | None = None) -> Attachment:
     """Start saving tensors of `model`, an nn.Module, to `folder`.  Return an Attachment; its close() stops it.
 
+    folder: None: as the environment selects: TENSOR_SAVE_DIR if TENSOR_SAVE_ENABLED is true, otherwise nothing is saved.
+    TENSOR_SAVE_ENABLED=false also switches a given folder off
     layers: module name patterns separated by commas
     steps: '0:100:10', numbers separated by commas, a container of step numbers, or None for all
     save_max: limit in bytes, an int or a text such as '500M';  as_: 'safetensors' or 'pt'
-    fmt: the number format to which the model rounds operands, recorded only; tensors are saved as the modules receive them
+    fmt: the number format to which the model rounds operands, recorded only; tensors are saved as the modules receive them.
+    None: the format in CUSTOM_QUANT_TYPE, if it has one for all operands
     tokens: function of the step number, called before the step is saved; returns {'source': [[words] per sentence], ...}
     for attention plots and padding.  Attachment.batch is an alternative.
     forwards_per_step: forward passes per step; the first one is saved; 0: only step() ends a step
     batch_first: True for the layout (B, T, ...), False for (T, B, ...), None: deduced from the lengths of the sentences
     program: name for the manifest, default the class of the model
-    UserError if the folder cannot be written, the model has no layer to save, or a pattern matches none.
+    UserError if the folder cannot be written, the model has no layer to save, or a pattern matches none.  Layers of other
+    kinds, such as LSTM and Conv2d, are listed on stderr.
     """
     return Attachment(model, folder, layers, steps, save_max, as_, fmt, tokens, forwards_per_step, batch_first, program)
 
@@ -80,19 +91,29 @@ class Attachment:
         self.number, self.model = 0, model
         self._patterns = _parsed(choice.patterns, layers, 'layers')
         self._steps = _parsed(choice.steps, steps, 'steps') if isinstance(steps, str) else steps
-        self._format = None if fmt is None else formats.parse(fmt)
+        self._format = _format_of_environment() if fmt is None else formats.parse(fmt)
         self._tokens, self.batch_first, self._per_step = tokens, batch_first, forwards_per_step
         if as_ not in ('safetensors', 'pt'):
             raise UserError(f"as_={as_!r}: expected 'safetensors' or 'pt'")
+        self._forwards, self._depth, self._recorder, self._sentences = 0, 0, None, None
+        self._indices, self._warned, self._parameter_hooks, self._hooks, self._stance = {}, set(), [], [], None
+        self._compiled_call = None
         self._check_patterns()
+        is_on = is_enabled(os.environ, folder is not None)
+        self._is_closed, self._writer = not is_on, None
+        if not is_on:
+            return
+        folder = folder or os.environ.get('TENSOR_SAVE_DIR') or FOLDER
         self._writer = Writer(folder, limit=_parsed(choice.size, save_max, 'save_max'), as_=as_, run={
             'program': program or type(model).__name__, 'origin': 'torch',
             'settings': {'layers': layers, 'steps': str(steps), 'format': str(self._format or 'fp32')}})
-        self._forwards, self._depth, self._recorder, self._sentences = 0, 0, None, None
-        self._indices, self._warned, self._parameter_hooks, self._is_closed = {}, set(), [], False
         self._skips_eval = model.training               # a model attached in eval mode has its eval passes saved
-        self._hooks = [model.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True),
-                       model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True)]
+        if getattr(model, '_compiled_call_impl', None) is not None:     # model.compile() compiles the hooks as well
+            self._compiled_call = model._compiled_call_impl
+            model._compiled_call_impl = self._call
+        else:
+            self._hooks = [model.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True),
+                           model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True)]
         atexit.register(self.close)                     # finish writing before the interpreter exits
 
     def __enter__(self) -> Self:
@@ -104,7 +125,7 @@ class Attachment:
     def step(self, loss: Any = None, norm: Any = None) -> None:
         """End a training step.  loss, norm: numbers, or tensors with one element, to record for the step."""
         with self.guarded():
-            if loss is not None or norm is not None:
+            if self._writer is not None and (loss is not None or norm is not None):
                 values = (value.detach() if isinstance(value, torch.Tensor) else value for value in (loss, norm))
                 self._writer.steps([(self.number, *(None if value is None else float(value) for value in values))])
         self.number += 1
@@ -120,7 +141,8 @@ class Attachment:
         self._sentences = {side: [int(n) for n in side_lengths] for side, side_lengths in lengths.items()}, tokens
 
     def close(self) -> WriterSummary | None:
-        """Remove all hooks and wait until everything is written.  Return the WriterSummary, or None if writing failed.
+        """Remove all hooks and wait until everything is written.  Return the WriterSummary, or None if writing failed or the
+        environment switched saving off.
 
         May be called again, with the same result.
         """
@@ -131,14 +153,27 @@ class Attachment:
             self._remove_parameter_hooks()
             for hook in self._hooks:
                 hook.remove()
+            if self.model._compiled_call_impl == self._call and self._compiled_call is not None:
+                self.model._compiled_call_impl = self._compiled_call
         summary = None
         with self.guarded():
-            summary = self._writer.close()
+            summary = self._writer.close() if self._writer is not None else None
         if summary and not summary.tensors:
             self.warn(f'no tensor was saved in {summary.folder}: no selected layer ran in any of the selected steps')
         return summary
 
     # ---- the forward pass of the model -------------------------------------------------------------------------------
+
+    def _call(self, *args, **kwargs):
+        """Call a model on which compile() was called, with _before and _after outside of the compiled code."""
+        changed = self._before(self.model, args, kwargs)
+        args, kwargs = changed or (args, kwargs)
+        output = None
+        try:
+            output = (self.model._call_impl if self._recorder is not None else self._compiled_call)(*args, **kwargs)
+            return output
+        finally:
+            self._after(self.model, args, kwargs, output)
 
     def _before(self, module, args, kwargs):
         self._depth += 1
@@ -166,6 +201,8 @@ class Attachment:
         sentences, self._sentences = self._sentences or ({}, {}), None
         if any(sentences):
             self._writer.batch(self.number, *sentences)
+        if _COMPILER in sys.modules and hasattr(torch.compiler, 'set_stance'):          # torch 2.6 and newer
+            self._stance = torch.compiler.set_stance('force_eager')
         self._recorder = _Recorder(self, self.number, sentences[0])
 
     def _end_recording(self):
@@ -173,6 +210,10 @@ class Attachment:
             self._recorder, recorder = None, self._recorder
             with self.guarded():
                 recorder.end()
+        if self._stance is not None:
+            self._stance, stance = None, self._stance
+            with self.guarded():
+                stance.__exit__(None, None, None)
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -244,8 +285,13 @@ class Attachment:
         layers = [name for name, module in modules.items() if _is_linear(module) or _is_attention(module)]
         layers += [f'{name}{part}' for name, module in modules.items() if isinstance(module, torch.nn.MultiheadAttention)
                    for part in ('', '.in_proj')]
-        if not layers and not any(True for _ in self.model.parameters()):
-            raise UserError(f'{type(self.model).__name__}: has neither linear layers nor attention; give a model with some')
+        others = Counter(type(module).__name__ for module in modules.values() if _has_unseen_product(module))
+        if not layers and not any(_may_call_attention(module) for module in modules.values()):
+            raise UserError(f'{type(self.model).__name__}: has no linear layer and no attention'
+                            + (f', only {_listed(others)}' if others else '') + '; attach to a model with nn.Linear, '
+                            'nn.MultiheadAttention or calls of scaled_dot_product_attention')
+        if others:
+            self.warn(f'not saved: {_listed(others)}; only linear layers and attention are saved')
         for pattern in self._patterns:
             # any module may call scaled_dot_product_attention
             if not fnmatch.filter([*layers, *modules], pattern):
@@ -257,10 +303,13 @@ class _Hook:
     """A hook whose copies, in a copied or unpickled model, do nothing."""
 
     def __init__(self, call=None):
-        self._call = call
+        # torch.compiler.disable would import the compiler, which takes a second, in programs that do not use it
+        self._call = torch.compiler.disable(call) if call and _COMPILER in sys.modules else call
 
     def __call__(self, *args):
         return self._call(*args) if self._call else None
+
+    __call__._torchdynamo_disable = True        # torch.compile calls it, but does not compile it
 
     def __reduce__(self):
         return _Hook, ()
@@ -277,6 +326,36 @@ def _is_linear(module):
     if 'linear' not in name or 'norm' in name or 'bilinear' in name:
         return False
     return weight is None or isinstance(weight, torch.Tensor) and weight.dim() == 2
+
+
+def _has_unseen_product(module):
+    """Return whether a module multiplies by a matrix of its own that is not saved: LSTM, Conv2d and the like."""
+    name = type(module).__name__.lower()
+    if _is_linear(module) or isinstance(module, torch.nn.MultiheadAttention) or 'embedding' in name or 'norm' in name:
+        return False
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
+def _may_call_attention(module):
+    """Return whether a module that is not torch's own may call scaled_dot_product_attention, by the text of its file."""
+    source = sys.modules.get(type(module).__module__)
+    if type(module).__module__.startswith(('torch.nn.', 'torch._dynamo.')):
+        return False
+    try:
+        return 'scaled_dot_product_attention' in inspect.getsource(source)
+    except (OSError, TypeError):
+        return True
+
+
+def _listed(counts):
+    return ', '.join(f'{count} {name}' for name, count in counts.most_common(5)) + (', ...' if len(counts) > 5 else '')
+
+
+def _format_of_environment():
+    """Return the Format in CUSTOM_QUANT_TYPE, None if it has none or different ones for different operands."""
+    from pyops.quantization import Recipe, from_environment
+    found = set(Recipe.parse(from_environment()).formats.values())
+    return found.pop() if len(found) == 1 else None
 
 
 def _is_attention(module):
@@ -306,6 +385,7 @@ class _Recorder(TorchFunctionMode):
         self._hooks = []
         self.before, self.after = self._hooks_of(owner.model, 'model')
         for name, module in owner.model.named_modules():
+            name = '.'.join(part for part in name.split('.') if part != '_orig_mod') or 'model'      # of compiled modules
             if module is not owner.model:
                 try:
                     before, after = self._hooks_of(module, name)

@@ -294,7 +294,8 @@ def test_of_accumulated_gradients_the_first_is_saved(tmp_path, options):
     close(saved(tmp_path, 2)['0', 'grad_weight'], first)
     close(saved(tmp_path, 2)['0', 'input'], data(B, E, seed=6))
     if not options['forwards_per_step']:
-        assert Logs(tmp_path).steps == [{'step': step, 'loss': step + 0.5, 'norm': 2.0} for step in range(3)]
+        assert Logs(tmp_path).steps == [{'step': step, 'loss': step + 0.5, 'norm': 2.0, 'training': 0, 'folder': ''}
+                                         for step in range(3)]
 
 
 def test_a_model_that_only_generates(tmp_path):
@@ -554,8 +555,93 @@ def test_bad_arguments_of_attach_are_user_errors_of_one_line(tmp_path):
         with pytest.raises(UserError) as error:
             attach(model, **{'folder': tmp_path / 'logs'} | options)
         assert message in str(error.value) and '\n' not in str(error.value) and not model._forward_hooks
-    with pytest.raises(UserError, match='ReLU: has neither linear layers nor attention'):
-        attach(nn.ReLU(), tmp_path)
+    for model, only in ((nn.ReLU(), ''), (nn.LSTM(3, 4), ', only 1 LSTM'),
+                        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)), ', only 2 Conv2d')):
+        with pytest.raises(UserError, match=f'^{type(model).__name__}: has no linear layer and no attention{only}; attach to '):
+            attach(model, tmp_path / 'none')
+        assert not (tmp_path / 'none').exists()
+
+
+def test_layers_that_are_not_saved_are_listed(tmp_path, capsys):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.norm = nn.Embedding(9, E), nn.LayerNorm(E)
+            self.rnn, self.conv, self.fc = nn.LSTM(E, E), nn.Conv1d(E, E, 1), nn.Linear(E, 2)
+
+        def forward(self, x):
+            return self.fc(self.rnn(self.norm(x))[0])
+
+    with attach(Mixed(), tmp_path) as handle:
+        trained(handle.model, data(T, B, E))
+    assert capsys.readouterr().err == ('warning: pyops.inspect.torch: not saved: 1 LSTM, 1 Conv1d; only linear layers and '
+                                       'attention are saved\n')
+    assert {entry.layer for entry in Logs(tmp_path).entries} == {'fc'}
+    attach(Block(), tmp_path / 'block').close()
+    assert 'not saved' not in capsys.readouterr().err
+
+
+def test_the_environment_switches_saving_on_and_off(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def tensors(folder, *arguments, **variables):
+        for name in ('TENSOR_SAVE_ENABLED', 'TENSOR_SAVE_DIR', 'CUSTOM_QUANT_TYPE'):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with attach(nn.Linear(E, 2), *arguments) as handle:
+            trained(handle.model, data(B, E))
+            handle.step(1.0)
+        return {entry.name: entry.format for entry in Logs(folder).entries} if (tmp_path / folder).exists() else None
+
+    names = {'input', 'weight', 'bias', 'output', 'grad_output', 'grad_weight', 'grad_bias'}
+    assert tensors('tensor_logs') is None and tensors('a', 'a', TENSOR_SAVE_ENABLED='off') is None
+    assert tensors('a', 'a').keys() == tensors('tensor_logs', TENSOR_SAVE_ENABLED='true').keys() == names
+    assert tensors('b', TENSOR_SAVE_ENABLED='1', TENSOR_SAVE_DIR='b', CUSTOM_QUANT_TYPE='hifp8')['input'] == 'hifp8'
+    assert tensors('c', 'c', CUSTOM_QUANT_TYPE='fwd=mxfp8,dgrad=bf16')['input'] == 'fp32'
+    with pytest.raises(UserError, match='^TENSOR_SAVE_ENABLED=perhaps: expected true or false$'):
+        tensors('d', 'd', TENSOR_SAVE_ENABLED='perhaps')
+
+
+@pytest.mark.parametrize('how', ['compile(model)', 'model.compile()', 'a part'])
+def test_a_compiled_model_is_compiled_once_and_runs_uncompiled_in_saved_steps(tmp_path, how, capsys):
+    graphs, runs = [], []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+
+        def run(*arguments):
+            runs.append(len(runs))
+            return graph.forward(*arguments)
+        return run
+
+    torch._dynamo.reset()
+    class Net(nn.Sequential):               # dynamo skips classes of torch itself
+        def forward(self, x):
+            return self[2](F.relu(self[0](x)))
+
+    model = Net(nn.Linear(E, 12), nn.ReLU(), nn.Linear(12, 2))
+    plain = copy.deepcopy(model)
+    if how == 'compile(model)':
+        model = torch.compile(model, backend=compiler)
+    elif how == 'model.compile()':
+        model.compile(backend=compiler)
+    else:
+        model[0] = torch.compile(model[0], backend=compiler)
+    x = data(B, E)
+    trained(model, x)
+    assert len(graphs) == len(runs) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with attach(model, tmp_path, steps='0:9:2') as handle:
+            for _ in range(9):
+                got = trained(model, x)
+                handle.step()
+        trained(model, x)
+    assert all(map(torch.equal, got, trained(plain, x)))
+    assert len(graphs) == 1 and len(runs) == 1 + 4 + 1              # the steps 1, 3, 5, 7, and one after close
+    assert {entry.step for entry in Logs(tmp_path).entries} == {0, 2, 4, 6, 8}
+    assert {entry.layer for entry in Logs(tmp_path).entries} == {'0', '2'} and capsys.readouterr().err == ''
 
 
 def test_without_torch_the_error_is_one_line_with_the_install_command():
