@@ -14,9 +14,12 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
+import mmap
 import os
 import re
 import shutil
+import sys
 import tempfile
 
 import numpy as np
@@ -65,18 +68,19 @@ def save(path, tensors, state):
                         'or name another folder with -c') from error
 
 
-def load(path):
+def load(path, mapped=False):
     """Return (tensors, state) of the checkpoint `path`, bit-identical to what was saved; the arrays are contiguous.
 
+    mapped: the arrays are read-only memory of the file, which saves the copy of a tensor that is only checked.
     Raises UserError for a file that is missing, truncated, damaged, from another program, or in a newer format.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
     path = os.fspath(path)
-    metadata = _read_metadata(path)
+    metadata, header, start = _read_header(path)
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
+        tensors = mapped and _mapped(path, header, start) or load_file(path)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise _Damaged(f'{path}: damaged checkpoint ({error})') from error
     if _digest(tensors, metadata['state'] + metadata.get('name', '')) != metadata.get('sha256'):
         raise _Damaged(f'{path}: damaged checkpoint: its content does not have the SHA-256 noted when it was saved')
@@ -99,8 +103,32 @@ def _digest(tensors, text):
     return digest.hexdigest()
 
 
+_DTYPES = {'F64': '<f8', 'F32': '<f4', 'F16': '<f2', 'I64': '<i8', 'I32': '<i4', 'I16': '<i2', 'I8': '<i1', 'U8': '<u1',
+           'BOOL': '?'}
+
+
+def _mapped(path, header, start):
+    """Return the tensors of a file as views of its memory; None if one has a dtype that NumPy lacks.   ValueError if a header
+    contradicts itself"""
+    if any(tensor['dtype'] not in _DTYPES for tensor in header.values()):
+        return None
+    with open(path, 'rb') as file:
+        memory, found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), {}
+    for key, tensor in header.items():
+        (first, end), dtype, shape = tensor['data_offsets'], np.dtype(_DTYPES[tensor['dtype']]), tuple(tensor['shape'])
+        if end - first != math.prod(shape) * dtype.itemsize or first < 0 or start + end > len(memory):
+            raise ValueError(f'{key}: {end - first} bytes for shape {shape}')
+        found[key] = np.ndarray(shape, dtype, memory, start + first)
+    return found
+
+
 def _read_metadata(path):
-    """Return the metadata of a complete checkpoint, reading only its header.
+    """Return the metadata of a complete checkpoint, reading only its header.   UserError as in _read_header"""
+    return _read_header(path)[0]
+
+
+def _read_header(path):
+    """Return the metadata of a complete checkpoint, the headers of its tensors by name, and the offset of their data.
 
     Raises UserError for any other file: `_Damaged` if it may have been a checkpoint, `_Foreign` for a safetensors file of
     another program, `_TooNew` if only the version is too high.
@@ -135,7 +163,7 @@ def _read_metadata(path):
                       'update pyops or take an older checkpoint')
     if version not in map(str, range(1, VERSION + 1)) or 'state' not in metadata:
         raise _Damaged(f'{path}: damaged checkpoint (no valid version and state in its header)')
-    return metadata
+    return metadata, header, 8 + length
 
 
 class _Damaged(UserError):
@@ -192,14 +220,14 @@ def find(path, serving=False):
         folder = os.path.dirname(path) or '.'
         if not serving:
             _prepare(folder)
-        return Found(path, folder, f'loading from checkpoint : {path}', (), *_load_or_name_another(path))
+        return Found(path, folder, f'loading from checkpoint : {path}', (), *_load_or_name_another(path, serving))
     if is_new and path.endswith(SUFFIX):
         newest = _newest_beside(path)
         remedy = f'the newest one there is {newest}' if newest else 'name a folder to start from scratch'
         raise UserError(f'{path}: no such checkpoint; {remedy}')
     if not serving:
         _prepare(path)
-    newest, content, warnings = (None, (None, None), ()) if is_new else serving and _best(path) or _newest(path)
+    newest, content, warnings = (None, (None, None), ()) if is_new else serving and _best(path) or _newest(path, serving)
     if newest:
         line = f'loading from checkpoint : {newest}'
     elif serving:
@@ -214,6 +242,14 @@ def find(path, serving=False):
     return Found(newest, path, line, warnings, *content, by_time)
 
 
+def check_program(found, program):
+    """Print the warnings about the checkpoint found.  UserError if it belongs to another program."""
+    for warning in found.warnings:
+        print(warning, file=sys.stderr)
+    if found.path is not None and found.state.get('program') != program:
+        raise UserError(f'{found.path}: a checkpoint of {found.state.get("program")}, not of {program}; give another with -c')
+
+
 def _exists(path):
     """Return whether the path exists, even as a dangling link.  Raises UserError if a parent folder cannot be searched."""
     try:
@@ -226,10 +262,10 @@ def _exists(path):
     return True
 
 
-def _load_or_name_another(path):
+def _load_or_name_another(path, mapped):
     """load(path); for a damaged file the error names the newest intact checkpoint in the same folder, if any."""
     try:
-        return load(path)
+        return load(path, mapped)
     except _Damaged as error:
         newest = _newest_beside(path)
         if newest is None:
@@ -368,12 +404,12 @@ def _best(folder):
     """Return the same as _newest for the best checkpoint of a folder, None if there is none or it is damaged."""
     path = os.path.join(folder, BEST)
     try:
-        return (path, load(path), ()) if os.path.exists(path) else None
+        return (path, load(path, mapped=True), ()) if os.path.exists(path) else None
     except UserError:
         return None
 
 
-def _newest(folder):
+def _newest(folder, mapped=False):
     """Return (path, (tensors, state), warnings) of the newest intact checkpoint; None and (None, None) if there is none.
 
     warnings: one line per newer file that was skipped; foreign files are reported only if there is no checkpoint.
@@ -388,7 +424,7 @@ def _newest(folder):
             from error
     for _, path in listed:
         try:
-            return path, load(path), tuple(warnings)
+            return path, load(path, mapped), tuple(warnings)
         except _TooNew:
             raise
         except _Foreign as error:

@@ -49,11 +49,11 @@ def open_translator(args, program):
     UserError if it belongs to another program.
     """
     from pyops import checkpoint, quantization
-    from pyops.text.training import check_program
     from pyops.text.translator import of_checkpoint
     found = checkpoint.find(args.checkpoint, serving=True)
-    check_program(found, program)
-    translator = of_checkpoint(found, quantization.resolve(args, found.state['settings']))
+    checkpoint.check_program(found, program)
+    replaced = quantization.resolve(args, found.state['settings']) | {'compute': getattr(args, 'compute', None)}
+    translator = of_checkpoint(found, replaced)
     if translator.rounding:
         print(translator.rounding, file=sys.stderr)
     return translator

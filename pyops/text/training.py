@@ -1,5 +1,4 @@
 """Parts of a training run that the translation programs share: the data divided, resuming, the validation loss."""
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -156,16 +155,8 @@ def find_checkpoint(args, program):
     if args.checkpoint is None:
         return checkpoint.fresh('.' if plan_requested(args) else './checkpoints')
     found = checkpoint.find(args.checkpoint)
-    check_program(found, program)
+    checkpoint.check_program(found, program)
     return found
-
-
-def check_program(found, program):
-    """Print the warnings about the checkpoint found.  UserError if it belongs to another program."""
-    for warning in found.warnings:
-        print(warning, file=sys.stderr)
-    if found.path is not None and found.state.get('program') != program:
-        raise UserError(f'{found.path}: a checkpoint of {found.state.get("program")}, not of {program}; give another with -c')
 
 
 def start_run(args, found, settings, data, model, optimizer, wanted=None):

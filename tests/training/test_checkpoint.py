@@ -151,6 +151,28 @@ def test_foreign_files(tmp_path, kind):
     assert want in message and str(path) in message
 
 
+def test_a_mapped_checkpoint_has_the_same_bits_and_damage_is_found(tmp_path):
+    path, tensors = tmp_path / 'a.safetensors', some_tensors()
+    checkpoint.save(path, tensors, STATE)
+    got, state = checkpoint.load(path, mapped=True)
+    assert_same(got, tensors)
+    assert state == STATE and not any(tensor.flags.writeable for tensor in got.values())
+    assert_same(checkpoint.find(tmp_path, serving=True).tensors, tensors)
+    data = path.read_bytes()
+    for changed in (data[:-5] + bytes([data[-5] ^ 1]) + data[-4:], data.replace(b'"F64"', b'"F32"'),
+                    data.replace(b'[3,5]', b'[3,4]')):
+        assert changed != data
+        (tmp_path / 'b.safetensors').write_bytes(changed)
+        assert 'damaged checkpoint' in error_of(checkpoint.load, tmp_path / 'b.safetensors', mapped=True)
+
+
+def test_a_tensor_that_numpy_cannot_map_is_copied(tmp_path, monkeypatch):
+    path, tensors = tmp_path / 'a.safetensors', some_tensors()
+    checkpoint.save(path, tensors, STATE)
+    monkeypatch.setattr(checkpoint, '_DTYPES', {})
+    assert_same(checkpoint.load(path, mapped=True)[0], tensors)
+
+
 def test_a_checkpoint_of_format_1_is_read(tmp_path):
     """It has no name, and its SHA-256 is taken without one."""
     from safetensors.numpy import save
