@@ -132,6 +132,8 @@ typedef struct {
     ROW(void,   softmax_rows, (float *y, const float *x, int64_t R, int64_t n, int log)) \
     ROW(void,   softmax_rows_back, (float *dx, const float *dy, const float *y, int64_t R, int64_t n, int log)) \
     ROW(void,   softmax_columns, (float *y, const float *x, int64_t n, int64_t ld, int64_t C, int log)) \
+    ROW(void,   attend,       (float *y, const float *q, const float *k, const float *v, const int64_t *at, float *weights, \
+                               int64_t n, int64_t heads, int64_t C, float scale)) \
     ROW(void,   softmax_columns_back, (float *dx, const float *dy, const float *y, int64_t n, int64_t ld, int64_t C, \
                                        int log)) \
     ROW(void,   softmax_row_back, (float *ds, const float *dw, const float *p, int64_t n)) \

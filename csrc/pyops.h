@@ -625,6 +625,23 @@ PYOPS_API pyops_status pyops_attention_backward(
     int32_t causal, float p, uint64_t key, void *stream);
 
 /* The softmax alone, for scores in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
+/* One step of decoding with a query for each of R hypotheses.  CPU library only.
+ * attention_step   y[r,:] of the query q[r,:], as in attention_forward.
+ *                  offsets NULL: over T keys of an array with W rows per token.  Key s is row index[s,r] of token s for s < M, and
+ *                  else row r
+ *                  offsets (B+1): over the keys of sequence r % B, rows offsets[r % B] to offsets[r % B + 1] - 1, at most T
+ * follow_parents   index[s,r] = before[s,parents[r]] for s < M, else parents[r]: the rows of the T tokens of each hypothesis, if
+ *                  hypothesis r continues hypothesis parents[r] of N
+ * q, y (R,heads*C)   k, v (T,W,heads*C), or with offsets (rows,heads*C)   attention_step: index (M,R) int32, M <= T
+ * follow_parents: index (T,R), before (M,N) int32, parents (R) int32 in [0,N)
+ */
+PYOPS_API pyops_status pyops_attention_step(
+    float *y, const float *q, const float *k, const float *v, const int32_t *index, const int32_t *offsets,
+    int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads, int64_t C, void *stream);
+PYOPS_API pyops_status pyops_follow_parents(
+    int32_t *index, const int32_t *before, const int32_t *parents,
+    int64_t T, int64_t M, int64_t N, int64_t R, void *stream);
+
  * forward   p[i,:] = softmax of scale * s[i,:] over the keys that query i may see, 0 elsewhere;   w = D p
  *           q_offsets, k_offsets as in attention_forward, but only for the numbers of queries and keys of each sequence:
  *           rows of further queries and the elements of further keys are 0

@@ -12,7 +12,8 @@ import numpy as np
 
 from pyops import backend, init, ops
 from pyops.errors import UserError
-from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, ResidualNorm
+from pyops.ops import Dropout, LayerNorm, Positions, Residual, ResidualNorm
+from pyops.ops.attention import follow_parents
 from pyops.ops.feed_forward import ACTIVATIONS
 from pyops.ops.linear import JoinedLinear
 from pyops.ops.packed import Packed
@@ -127,6 +128,11 @@ def joins_products():
     return not backend.current_device().is_host
 
 
+def has_step(attention):
+    """Return whether Attention.step can be used, which copies no keys: on the CPU, without rounded operands."""
+    return backend.current_device().is_host and type(attention) is ops.Attention
+
+
 class Projections:
     """Linear layers with one input: one product if their weights can be joined without a copy and none of them rounds.
 
@@ -218,6 +224,11 @@ class MultiHeadAttention:
         a, _ = self.attention.forward(q, k, v, k_rows=rows)
         return self.out.forward(a)
 
+    def step(self, x, k, v, tokens=0, index=None, rows=None):
+        """Attend with a query for each hypothesis, x (R, D): see Attention.step.  No backward."""
+        q, _ = self.q.forward(x)
+        return self.out.forward(self.attention.step(q, k, v, tokens, index, rows))
+
 
 class Sublayer:
     """A layer f with a residual connection and layer norm.
@@ -272,7 +283,7 @@ class EncoderBlock:
 
 
 class Cache(NamedTuple):
-    """Decoder cache of one block: keys and values of the tokens so far, (T, R, D) each for R hypotheses, and of the source,
+    """The keys and values in a decoder block: of the tokens so far, (T, W, D) each for at most W hypotheses, and of the source,
     (N, D) each.  spare: two arrays like k and v, or None; reordered() writes to them, so k and v alternate between two pairs of
     arrays and plans can be replayed."""
     k: np.ndarray
@@ -283,13 +294,28 @@ class Cache(NamedTuple):
 
     def reordered(self, parents, t):
         """Return a Cache of len(parents) hypotheses: hypothesis r has the first t tokens of parents[r]."""
-        T, R, D = self.k.shape
+        T, W, D = self.k.shape
         spare = self.spare
         if spare is None or spare[0].shape[1] != len(parents):
-            spare = tuple(backend.empty((T, len(parents), D), name=f'decoder.cache.{name}') for name in 'kv')
+            spare = self.empty(T, len(parents), D)
         for new, old in zip(spare, (self.k, self.v), strict=True):
             backend.gather_rows(new[:t], old[:t], parents)
-        return self._replace(k=spare[0], v=spare[1], spare=(self.k, self.v) if len(parents) == R else None)
+        return self._replace(k=spare[0], v=spare[1], spare=(self.k, self.v) if len(parents) == W else None)
+
+    @staticmethod
+    def empty(T, W, D):
+        return tuple(backend.empty((T, W, D), name=f'decoder.cache.{name}') for name in 'kv')
+
+    def widened(self, W, t):
+        """Return a Cache for W hypotheses or more, with the same rows of the first t tokens."""
+        T, before, D = self.k.shape
+        if W <= before:
+            return self
+        wider = self.empty(T, W, D)
+        for new, old in zip(wider, (self.k, self.v), strict=True):
+            for s in range(t):
+                backend.copy(new[s, :before], old[s])
+        return self._replace(k=wider[0], v=wider[1])
 
     def kept(self, rows):
         """Return a Cache with these rows of the source's keys and values."""
@@ -326,21 +352,28 @@ class DecoderBlock:
         return Cache(backend.empty(shape), backend.empty(shape), self.cross_attention.k.forward(memory)[0],
                      self.cross_attention.v.forward(memory)[0])
 
-    def next(self, x, t, cache, memory_rows):
-        """Return the block's output for x (R, D), token t of the target; its keys and values are added to the cache.
+    def next(self, x, cache, state):
+        """Return the block's output for x (R, D), token state.t of the target; its keys and values are added to the cache.
 
         R is a multiple of the number of sentences B, and row r belongs to sentence r % B.  So in cross-attention the hypotheses
-        of a sentence are queries (R / B, B, D) with the same keys, of which there is one copy.
+        of a sentence have the same keys, of which there is one copy.
         """
+        t, memory_rows, R = state.t, state.memory_rows, len(x)
+
         def look_back(n):
-            backend.copy(cache.k[t], self.self_attention.k.forward(n)[0])
-            backend.copy(cache.v[t], self.self_attention.v.forward(n)[0])
-            y, c = self.self_attention.look_up(n[None], cache.k[:t + 1], cache.v[:t + 1])
+            attention = self.self_attention
+            attention.k.forward(n, out=cache.k[t, :R])
+            attention.v.forward(n, out=cache.v[t, :R])
+            if has_step(attention.attention):
+                return attention.step(n, cache.k, cache.v, t + 1, state.index)
+            y, c = attention.look_up(n[None], cache.k[:t + 1], cache.v[:t + 1])
             return y[0], c
 
         x, _ = self.first.forward(x, look_back, None)
 
         def look_at_source(n):
+            if has_step(self.cross_attention.attention):
+                return self.cross_attention.step(n, cache.source_k, cache.source_v, rows=memory_rows)
             queries = n.reshape(-1, memory_rows.sentences, n.shape[1])
             y, c = self.cross_attention.look_up(queries, cache.source_k, cache.source_v, memory_rows)
             return y.reshape(n.shape), c
@@ -359,7 +392,7 @@ class Stack:
     a pre-norm block is an unnormalised sum)."""
 
     def __init__(self, params, side, block, layers, positions, config):
-        self.embedding = Embedding(params['embedding.weight' if config.tied else f'{side}.embedding.weight'])
+        self.embedding = config.ops.Embedding(params['embedding.weight' if config.tied else f'{side}.embedding.weight'])
         self.positions = positions
         self.dropout = Dropout(config.dropout, key(params.seed, f'{side}.dropout'), f'{side}.dropout')
         self.blocks = [block(params, f'{side}.{layer}', config) for layer in range(layers)]
@@ -403,10 +436,13 @@ class Stack:
 
 
 class State(NamedTuple):
-    """Decoder state: number of tokens decoded, one Cache per block, and the Packed rows of the sources."""
+    """Decoder state: number of tokens decoded, one Cache per block, the Packed rows of the sources, the number of hypotheses,
+    and the rows of the caches that hold their tokens (see Attention.step)."""
     t: int
     caches: list[Cache]
     memory_rows: Packed
+    hypotheses: int
+    index: np.ndarray | None = None
 
 
 class Transformer:
@@ -489,7 +525,7 @@ class Transformer:
         """Encode source, Sequences.  Return the State before the first token."""
         memory, _ = self.encoder.forward(source)
         caches = [block.start(memory, source.rows.sentences, self.config.num_steps) for block in self.decoder.blocks]
-        return State(0, caches, source.rows)
+        return State(0, caches, source.rows, source.rows.sentences)
 
     @backend.float32_activations()
     def next(self, word, state, parents=None):
@@ -500,12 +536,20 @@ class Transformer:
         belongs to sentence r % B.  None: row r continues row r, and the caches are updated in place.
         """
         if parents is not None:
-            state = state._replace(caches=[cache.reordered(parents, state.t) for cache in state.caches])
+            state = self._follow(state, parents)
         x, _ = self.decoder.enter(word, first=state.t)
         for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
-            x = block.next(x, state.t, cache, state.memory_rows)
+            x = block.next(x, cache, state)
         h, _ = self.decoder.leave(x)
         return h, state._replace(t=state.t + 1)
+
+    def _follow(self, state, parents):
+        """Return the State in which hypothesis r continues hypothesis parents[r]."""
+        t, R, caches = state.t, len(parents), state.caches
+        if all(has_step(block.self_attention.attention) for block in self.decoder.blocks):
+            return state._replace(caches=[cache.widened(R, t) for cache in caches], hypotheses=R,
+                                  index=follow_parents(state.index, parents, t, state.hypotheses, 'decoder.index'))
+        return state._replace(caches=[cache.reordered(parents, t) for cache in caches], hypotheses=R)
 
     def keep(self, state, sentences):
         """Return a State without the other sentences, for a call of next() with parents.  sentences (B',) int32 in host memory,

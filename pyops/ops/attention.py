@@ -87,6 +87,31 @@ class Attention:
         note_product(self, BACKWARD)
         return dq, dk, dv
 
+    def step(self, q: Array, k: Array, v: Array, tokens: int = 0, index: Array | None = None,
+             rows: Packed | None = None) -> Array:
+        """Return y (R, D) for a query of each hypothesis, q (R, D), without dropout; for inference on the CPU.
+
+        rows: the keys and values k, v (N, D) are packed, and hypothesis r attends to those of sequence r % sentences
+        None: k, v are (T, W, D), W >= R, and hypothesis r attends to the first `tokens` tokens: row index[s, r] of token s if
+        index (M, R) int32 has one, else row r.   follow_parents() returns an index
+        """
+        R, D = axes('q', q, 'R D')
+        check('q', q, (R, D))
+        check('k', k, (*k.shape[:-1], D))
+        check('v', v, k.shape)
+        C, M = D // self.heads, 0 if index is None else len(index)
+        if rows is not None:
+            sizes, offsets = (rows.longest, 0, 0, rows.sentences), rows.offsets
+        elif 1 <= tokens <= len(k):
+            sizes, offsets = (tokens, M, k.shape[1], 0), None
+        else:
+            raise ValueError(f'tokens: expected 1 to {len(k)}, got {tokens}')
+        if index is not None:
+            check('index', index, (M, R), np.int32)
+        y = empty((R, D), name=f'{self.name}.y')
+        launch('attention_step', y, q, k, v, index, offsets, R, *sizes, self.heads, C)
+        return y
+
     def weights(self, ctx: Ctx) -> Array:
         """Return the softmax before dropout, (B, heads, Tq, Tk), of a forward pass; 0 for masked keys and missing queries."""
         names = zip(('Tq', 'Tk', 'B', 'heads', 'C'), self._sizes(ctx.q, ctx.k, ctx.q_rows, ctx.k_rows), strict=True)
@@ -175,6 +200,20 @@ def distances(prefix: str, q_shape: Shape, k_shape: Shape, q: Array, k: Array, v
     return of_q, of_k
 
 
+def follow_parents(before: Array | None, parents: Array, tokens: int, N: int, name: str = 'index') -> Array:
+    """Return the index (tokens, R) int32 of Attention.step if hypothesis r continues hypothesis parents[r] of N.
+
+    before: the index of these N, (M, N) int32 with M <= tokens, or None;  parents (R,) int32
+    """
+    M, R = 0 if before is None else len(before), len(parents)
+    if before is not None:
+        check('before', before, (M, N), np.int32)
+    check('parents', parents, (R,), np.int32)
+    index = empty((tokens, R), np.int32, name)
+    launch('follow_parents', index, before, parents, tokens, M, N, R)
+    return index
+
+
 def sequence_lengths(ids: Array, pad: int, name: str = 'lengths') -> Array:
     """Return the lengths (B,) int32 of the sequences in ids (T, B) int32 without trailing padding; 0 if all is padding."""
     T, B = axes('ids', ids, 'T B')
@@ -239,4 +278,5 @@ def _scores(s: Sizes, array: Argument) -> int:
 
 declare(attention_forward=Kernel(flops=lambda s, array: 4 * _scores(s, array) * s['C']),
         attention_backward=Kernel(flops=lambda s, array: 10 * _scores(s, array) * s['C']),
-        attention_softmax_forward=Kernel(), attention_softmax_backward=Kernel(), sequence_lengths=Kernel())
+        attention_softmax_forward=Kernel(), attention_softmax_backward=Kernel(), sequence_lengths=Kernel(),
+        attention_step=Kernel(), follow_parents=Kernel())

@@ -54,10 +54,12 @@ class Linear:
         if bias:
             check_parameter(bias, (O,))
 
-    def forward(self, x: Array) -> tuple[Array, Ctx]:
+    def forward(self, x: Array, out: Array | None = None) -> tuple[Array, Ctx]:
+        """Return y, which is `out` if it is given, and the ctx."""
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I), REAL)
-        y = empty((*x.shape[:-1], O), x.dtype, f'{self.name}.y')
+        y = empty((*x.shape[:-1], O), x.dtype, f'{self.name}.y') if out is None else out
+        check('y', y, (*x.shape[:-1], O), x.dtype)
         gemm(as_rows(y), as_rows(x), self.weight.operand(x.dtype).T, self.bias and self.bias.value)
         self._note(FWD, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
         return y, self.Ctx(x)

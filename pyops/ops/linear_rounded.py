@@ -33,10 +33,11 @@ class QuantizedLinear(Linear):
     def layers(name: str) -> list[tuple[str, str]]:
         return [(name, 'linear')]
 
-    def forward(self, x: Array) -> tuple[Array, Ctx]:
+    def forward(self, x: Array, out: Array | None = None) -> tuple[Array, Ctx]:
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I))
-        y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
+        y = empty((*x.shape[:-1], O), name=f'{self.name}.y') if out is None else out
+        check('y', y, (*x.shape[:-1], O))
         return y, self.Ctx(x.shape, self.products.forward(y, x))
 
     def backward(self, dy: Array, ctx: Ctx, want_dx: bool = True, into: Array | None = None) -> Array | None:

@@ -20,41 +20,61 @@ from pyops.text.flags import LARGEST_BEAM, LARGEST_PENALTY, LENGTH_PENALTY
 from pyops.text.vocabulary import BOS, EOS, PAD
 
 REPEATS = 4             # copies of an n-gram in a row that end a hypothesis
+FEWEST = 4              # finished sentences that are dropped at once: the next steps are then without plans
 
 
-def greedy(model, source, num_steps, prepared=None):
-    """Decode greedily: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after <eos>.
-
-    prepared: model.output.prepare() of the current weights; None: computed here.
-    """
-    prepared = model.output.prepare() if prepared is None else prepared
-    state, word = model.start(source), _begin(source.rows.sentences)
-
-    def step(t):
-        nonlocal word, state
-        h, state = model.next(word, state)
-        word = model.output.predict(h, prepared)
-        return word
-    return _decode(step, num_steps, source.rows.sentences)
+def greedy(model, source, num_steps):
+    """Decode greedily: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after <eos>."""
+    return Decoder(model, num_steps)(source)
 
 
 class Decoder:
-    """Equivalent to greedy(model, source, num_steps) but faster on repeated calls; valid while the weights are unchanged.
+    """Greedy decoding: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after <eos>.
 
-    The output layer is prepared once, and small sources are decoded by plans: see _PlansBySize.
+    Valid while the weights are unchanged.  The output layer is prepared once, and small sources are decoded by plans: see
+    _PlansBySize.
     """
 
     def __init__(self, model, num_steps):
         self.model, self.num_steps, self._prepared = model, num_steps, None
-        self._plans = _PlansBySize(lambda source: _DecodePlans(model, source, self._prepared))
+        self._plans = _PlansBySize(lambda source: _DecodePlans(self, source))
 
     def __call__(self, source):
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
-        plans = self._plans.get(source)
-        if plans is None:
-            return greedy(self.model, source, self.num_steps, self._prepared)
-        return _decode(plans.step, self.num_steps, source.rows.sentences)
+        plans, B = self._plans.get(source), source.rows.sentences
+        tokens, rows = np.full((self.num_steps, B), PAD, np.int32), np.arange(B)
+        open_, word, state, parents = np.ones(B, bool), _begin(B), None, None
+        for t in range(self.num_steps):
+            if plans:
+                word, state = plans.step(t)
+            else:
+                word, state = self.next(word, state if t else self.model.start(source), parents)
+            found, parents = backend.get(word), None
+            tokens[t, rows[open_]] = found[open_]
+            open_ &= found != EOS
+            if not open_.any():
+                break
+            if (kept := _kept(open_)) is not None:
+                rows, open_, plans = rows[kept], open_[kept], None
+                state, word, parents = self.model.keep(state, kept), backend.put(found[kept]), backend.put(kept)
+        return tokens[:t + 1]
+
+    def next(self, word, state, parents=None):
+        """Return the next token of each row, (R,) int32, and the state after it."""
+        h, state = self.model.next(word, state, parents)
+        return self.model.output.predict(h, self._prepared), state
+
+
+def _kept(is_open):
+    """Return the unfinished sentences, int32, if the others are no longer worth computing, else None.
+
+    A GPU computes few rows in the time of many, and there the number of rows must not change: a product may divide a sum
+    according to it.
+    """
+    n = len(is_open) - is_open.sum()
+    drops = n >= FEWEST and 4 * n >= len(is_open) and backend.current_device().is_host
+    return np.flatnonzero(is_open).astype(np.int32) if drops else None
 
 
 class _PlansBySize:
@@ -102,39 +122,25 @@ class _DecodePlans(_Input):
     """The plans for decoding sources of one size, one per token, recorded on first use.  The first plan includes
     model.start()."""
 
-    def __init__(self, model, source, prepared):
+    def __init__(self, decoder, source):
         super().__init__(source)
-        self.model, self.prepared, self.plans, self.words = model, prepared, [], []
+        self.decoder, self.plans, self.results = decoder, [], []
 
     def step(self, t):
-        """Return token t of each sentence, (B,) int32."""
+        """Return token t of each sentence, (B,) int32, and the state after it."""
         if t < len(self.plans):
             self.plans[t].run()
-            return self.words[t]
+            return self.results[t]
         with plan.Plan() as recorded:
-            state = self.state if t else self.model.start(self.source)
-            h, self.state = self.model.next(self.words[-1] if t else self.begin, state)
-            word = self.model.output.predict(h, self.prepared)
+            word, state = self.results[-1] if t else (self.begin, self.decoder.model.start(self.source))
+            result = self.decoder.next(word, state)
         self.plans.append(recorded)
-        self.words.append(word)
-        return word
+        self.results.append(result)
+        return result
 
 
 def _begin(sentences):
     return backend.put(np.full(sentences, BOS, np.int32))
-
-
-def _decode(step, num_steps, sentences):
-    """Collect step(t) -> token t of each sentence (B,) until every sentence has ended.  Return (at most num_steps, B)."""
-    tokens, done = np.empty((num_steps, sentences), np.int32), np.zeros(sentences, bool)
-    for t in range(num_steps):
-        tokens[t] = backend.get(step(t))
-        done |= tokens[t] == EOS
-        if done.all():
-            break
-    tokens = tokens[:t + 1]
-    tokens[1:][np.logical_or.accumulate(tokens == EOS)[:-1]] = PAD
-    return tokens
 
 
 # ---- beam search -----------------------------------------------------------------------------------------------------
@@ -199,8 +205,9 @@ class BeamDecoder:
             beams.advance(backend.get(index), backend.get(logp))
             if not beams.sentences:
                 break
-            if (kept := self._kept(beams)) is not None:
-                state, plans = self.model.keep(state, beams.keep(kept)), None
+            if (kept := _kept(beams.open)) is not None:
+                beams.keep(kept)
+                state, plans = self.model.keep(state, kept), None
         return beams.results()
 
     def first(self, source, word):
@@ -219,16 +226,6 @@ class BeamDecoder:
         if self.search.beam == 1:                   # as greedy decoding, also if the logits of two tokens round differently
             index = self.model.output.predict(h, self._prepared)
         return index, logp
-
-    @staticmethod
-    def _kept(beams):
-        """Return the unfinished sentences if the others are no longer worth computing, else None.
-
-        A GPU computes few rows in the time of many, and there the number of rows must not change: a product may divide a sum
-        according to it.
-        """
-        open_, B = beams.open, len(beams.open)
-        return np.flatnonzero(open_) if backend.current_device().is_host and 2 * open_.sum() <= B and B >= 4 else None
 
 
 class _BeamPlans(_Input):
@@ -338,11 +335,10 @@ class Beams:
         return len(scores) >= nbest and -scores[nbest - 1] >= self.search.score(largest, self.search.max_len)
 
     def keep(self, kept):
-        """Drop all sentences but these, indices into `open`.  Return them as int32."""
+        """Drop all sentences but these, indices into `open`."""
         self.ids, self.open, self.places, self.sums = self.ids[kept], self.open[kept], self.places[kept], self.sums[:, kept]
         self.tokens, self.word = self.tokens[:, :, kept], np.ascontiguousarray(self.word[:, kept])
         self.parents = np.ascontiguousarray(self.parents[:, kept])
-        return kept.astype(np.int32)
 
     def results(self):
         """Return for each sentence its best Hypotheses; those that are cut come after all others."""

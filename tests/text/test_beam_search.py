@@ -374,11 +374,11 @@ def test_sentences_that_have_ended_are_dropped_without_a_change(trained, monkeyp
         sizes.append(len(beams.open))
         return advance(beams, index, logp)
     monkeypatch.setattr(Beams, 'advance', counted)
-    monkeypatch.setattr(BeamDecoder, '_kept', staticmethod(
-        lambda beams: np.flatnonzero(beams.open) if beams.sentences < len(beams.open) else None))
-    dropped = BeamDecoder(translator.model, search)(source)
+    monkeypatch.setattr(decoding, '_kept', lambda is_open: None if is_open.all() else np.flatnonzero(is_open).astype('i'))
+    dropped, greedy = BeamDecoder(translator.model, search)(source), Decoder(translator.model, 9)(source)
     assert len(set(sizes)) > 2
-    monkeypatch.setattr(BeamDecoder, '_kept', staticmethod(lambda beams: None))
+    monkeypatch.setattr(decoding, '_kept', lambda is_open: None)
+    assert Decoder(translator.model, 9)(source).tolist() == greedy.tolist()
     for one, other in zip(BeamDecoder(translator.model, search)(source), dropped, strict=True):
         assert [found.tokens.tolist() for found in one] == [found.tokens.tolist() for found in other]
         assert np.allclose([found.score for found in one], [found.score for found in other], rtol=1e-6)

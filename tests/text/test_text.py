@@ -516,8 +516,8 @@ class Scripted:
         self.source = source
         return 0
 
-    def next(self, word, state):
-        assert word.dtype == np.int32
+    def next(self, word, state, parents=None):
+        assert parents is None and word.dtype == np.int32
         self.heard.append(word.tolist())
         return self.script[state].astype(np.float32)[:, None], state + 1
 

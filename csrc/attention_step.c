@@ -1,0 +1,64 @@
+/* attention_step.c - attention of one query per hypothesis, in decoding, and the rows of a hypothesis' earlier tokens.
+ *
+ * Keys and values of earlier tokens are never moved: hypotheses of a beam that have a token in common read the same row.
+ */
+#include <math.h>
+#include "internal.h"
+
+pyops_status pyops_attention_step(float *y, const float *q, const float *k, const float *v, const int32_t *index,
+                                  const int32_t *offsets, int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads,
+                                  int64_t C, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(R >= 0 && T >= 1 && heads >= 1 && C >= 1,
+                  "attention_step: R=%lld T=%lld heads=%lld C=%lld, expected R of at least 0, the others of at least 1", LL(R),
+                  LL(T), LL(heads), LL(C));
+    PYOPS_REQUIRE(
+        offsets || (R <= W && M >= 0 && M <= T && (index || !M)),
+        "attention_step: R=%lld W=%lld M=%lld T=%lld, expected R of at most W, M from 0 to T, and an index for M above 0",
+        LL(R), LL(W), LL(M), LL(T));
+    PYOPS_REQUIRE(!offsets || (B >= 1 && R % B == 0), "attention_step: R=%lld B=%lld with offsets, expected R a multiple of B",
+                  LL(R), LL(B));
+    pyops_status status = PYOPS_OK;
+    if (offsets) status = pyops_check_offsets("attention_step", "offsets", offsets, T, B, -1);
+    else status = pyops_check_ids("attention_step", index, M * R, W);
+    if (status) return status;
+    const pyops_kernels *kernels = pyops_active();
+    const int64_t D = heads * C;
+    const float scale = 1.0f / sqrtf((float)C);
+    int failed = 0;
+    #pragma omp parallel if (R * T * D > PYOPS_SHARE_FMAS / 8)
+    {
+        float *const scratch = pyops_scratch_or_fail((size_t)(3 * T), &failed);
+        int64_t *const at = (int64_t *)scratch;
+        #pragma omp for schedule(static)
+        for (int64_t r = 0; r < R; r++) {
+            if (!scratch) continue;
+            int64_t n = T;
+            if (offsets) {
+                const int64_t first = offsets[r % B];
+                n = offsets[r % B + 1] - first;
+                for (int64_t s = 0; s < n; s++) at[s] = (first + s) * D;
+            } else {
+                for (int64_t s = 0; s < T; s++) at[s] = (s * W + (s < M ? index[s * R + r] : r)) * D;
+            }
+            if (n) kernels->attend(y + r * D, q + r * D, k, v, at, scratch + 2 * T, n, heads, C, scale);
+            else kernels->fill(y + r * D, D, 0.0f);
+        }
+    }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_step: no memory for %lld keys", LL(T)) : PYOPS_OK;
+}
+
+pyops_status pyops_follow_parents(int32_t *index, const int32_t *before, const int32_t *parents, int64_t T, int64_t M,
+                                  int64_t N, int64_t R, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(
+        T >= 0 && N >= 0 && R >= 0 && M >= 0 && M <= T && (before || !M),
+        "follow_parents: T=%lld M=%lld N=%lld R=%lld, expected T, N and R of at least 0, M from 0 to T, and `before` for M "
+        "above 0",
+        LL(T), LL(M), LL(N), LL(R));
+    const pyops_status status = pyops_check_ids("follow_parents", parents, R, N);
+    if (status) return status;
+    for (int64_t s = 0; s < T; s++)
+        for (int64_t r = 0; r < R; r++) index[s * R + r] = s < M ? before[s * N + parents[r]] : parents[r];
+    return PYOPS_OK;
+}
