@@ -36,6 +36,9 @@ ifneq ($(X86),)
 $(BUILD)/kernels/avx2.o:   CFLAGS += -mavx2 -mfma
 $(BUILD)/kernels/avx512.o: CFLAGS += $(AVX512)
 $(BUILD)/kernels/avx512_bf16.o: CFLAGS += $(AVX512_BF16)
+$(BUILD)/kernels/avx512_vnni.o: CFLAGS += $(AVX512) $(if $(findstring avx512f,$(AVX512)),-mavx512bw -mavx512vnni)
+# The flag of AVX-VNNI, if the compiler has it; then an object without it is not used.
+$(BUILD)/kernels/avx2_vnni.o: CFLAGS += -mavx2 -mfma $(shell echo | $(CC) -mavxvnni -E - >/dev/null 2>&1 && echo -mavxvnni)
 # The flags of AMX, if the compiler has them; then an object without AMX is not used.
 $(BUILD)/kernels/amx_bf16.o: CFLAGS += $(if $(findstring avx512f,$(AVX512)),$(AVX512_BF16) $(shell \
     echo | $(CC) -mamx-tile -mamx-bf16 -E - >/dev/null 2>&1 && echo -mamx-tile -mamx-bf16),$(AVX512))
@@ -209,7 +212,7 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 # Tests run in one process per core.  WORKERS=0 runs them in a single process, for debuggers.
 WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
-TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16) $(patsubst %,tests/backend/test_%.py,kernels strided formats)
+TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16 compact) $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
 C_FILES = $(shell find csrc cuda -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
 lint: .venv/test-ready ## check the Python code with ruff and its types with mypy, the C and CUDA code with clang-format

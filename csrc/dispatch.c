@@ -2,8 +2,8 @@
  *
  * The kernels are chosen once, when the library is loaded: the kernels of the best instruction set that CPU and operating system
  * support (__builtin_cpu_supports checks XCR0 too), or of the one named by PYOPS_ISA.  An unsupported request falls back to
- * generic; pyops_isa() and pyops_bf16_isa() return the kernels in use, and the Python side raises an error if neither is the
- * request.
+ * generic; pyops_isa(), pyops_bf16_isa() and pyops_int8_isa() return the kernels in use, and the Python side raises an error if
+ * none is the request.
  */
 #if defined __x86_64__ || defined __i386__
 #include <cpuid.h>
@@ -53,7 +53,18 @@ static inline int has_amx(void) {
 #endif
 }
 
+/* Whether the CPU has AVX-VNNI; compilers do not agree on a name for __builtin_cpu_supports. */
+static inline int has_avx2_vnni(void) {
+#if defined __x86_64__ || defined __i386__
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+#else
+    return 0;
+#endif
+}
+
 static pyops_kernels tables[2];                         /* of the precisions float32 and bfloat16 */
+static const char *int8_name;
 
 static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16) {
     tables[0] = tables[1] = *table;
@@ -61,9 +72,7 @@ static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16) {
     if (bf16->MR) tables[1].MR = bf16->MR, tables[1].MC = bf16->MC;
 }
 
-static void choose(void) {
-    const char *requested = getenv("PYOPS_ISA");
-    if (requested && !*requested) requested = NULL;
+static void choose_tables(const char *requested) {
 #if defined __x86_64__ || defined __i386__
     __builtin_cpu_init();
 #define KERNEL(isa, table, test) \
@@ -77,12 +86,35 @@ static void choose(void) {
     use(&pyops_kernels_generic, &pyops_bf16_generic);
 }
 
+/* Use VNNI with the tables of AVX2 and AVX-512, unless a table was requested by its own name. */
+static void choose(void) {
+    const char *requested = getenv("PYOPS_ISA");
+    if (requested && !*requested) requested = NULL;
+    const char *const extension = requested ? strchr(requested, '_') : "";
+    const int is_vnni = extension && !strcmp(extension, "_vnni");
+    choose_tables(!is_vnni ? requested : !strcmp(requested, "avx512_vnni") ? "avx512" : "avx2");
+    int8_name = tables[0].name;
+#if defined __x86_64__ || defined __i386__
+    pyops_int8_kernel *vnni = NULL;
+    if (extension && !strcmp(tables[0].name, "avx512") && __builtin_cpu_supports("avx512vnni") &&
+        __builtin_cpu_supports("avx512bw"))
+        vnni = pyops_int8_avx512_vnni;
+    if (extension && !strcmp(tables[0].name, "avx2") && has_avx2_vnni()) vnni = pyops_int8_avx2_vnni;
+    if (!vnni) return;
+    int8_name = vnni == pyops_int8_avx512_vnni ? "avx512_vnni" : "avx2_vnni";
+    tables[0].int8_group = tables[1].int8_group = vnni;
+#endif
+}
+
+const char *pyops_int8_isa(void) { return int8_name; }
 const char *pyops_isa(void) { return tables[0].name; }
 const char *pyops_bf16_isa(void) { return tables[1].micro.name; }
 
 static int32_t precision;                               /* as in pyops_set_precision */
 __attribute__((constructor)) static void init_kernels(void) { choose(); }
 const pyops_kernels *pyops_active(void) { return &tables[__atomic_load_n(&precision, __ATOMIC_RELAXED) != 0]; }
+
+const pyops_kernels *pyops_in_bf16(void) { return &tables[1]; }
 
 pyops_status pyops_set_precision(int32_t wanted) {
     PYOPS_REQUIRE(wanted == 0 || wanted == 2, "set_precision: precision=%d, expected 0 (float32) or 2 (bfloat16) on the CPU",

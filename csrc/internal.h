@@ -25,6 +25,14 @@ typedef struct {
     const pyops_tap *taps;
 } pyops_windows;
 
+/* PYOPS_GROUP rows of a weight in int8: see kernels/int8_body.inc. */
+enum { PYOPS_GROUP = 64, PYOPS_BYTE_ZERO = 128 };   /* the byte of x that means 0 */
+typedef struct {
+    const int8_t *panel;                /* (quads,PYOPS_GROUP,4) */
+    const int32_t *start;               /* -PYOPS_BYTE_ZERO times the sum of each row */
+    const float *scales, *bias;
+} pyops_int8_group;
+
 /* ---- kernels: one table per instruction set ------------------------------------------
  * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
  * The list declares the fields of the table here and initialises them in kernels/table_body.inc.
@@ -119,8 +127,13 @@ typedef struct {
     ROW(void,   screen,       (int32_t *sums, const int16_t *x, const int8_t *panel, int64_t R, int64_t pairs, int64_t ld)) \
     ROW(float,  to_int8,      (int8_t *y, const float *x, float scale, int64_t n)) \
     ROW(void,   to_int16,     (int16_t *y, const float *x, float scale, int64_t n)) \
+    ROW(void,   to_bytes,     (uint8_t *y, const float *x, float factor, int64_t n)) \
+    ROW(void,   int8_group,   (float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R, \
+                               int64_t quads, int64_t ldy, int is_relu)) \
     ROW(int64_t, next_not_below, (const int32_t *sums, const float *scales, const float *margins, const float *tops, \
                                   float scale, float norm, float least, int64_t from, int64_t n)) \
+    ROW(void,   attend,       (float *y, const float *q, const float *k, const float *v, const int64_t *at, float *weights, \
+                               int64_t n, int64_t heads, int64_t C, float scale)) \
     ROW(void,   dot_products, (float *y, const float *a, const float *b, int64_t M, int64_t N, int64_t C, int64_t ldy, \
                                int64_t ld)) \
     ROW(void,   scale_rows,   (float *y, const float *x, float scale, int64_t R, int64_t C, int64_t ldy, int64_t ldx)) \
@@ -132,8 +145,6 @@ typedef struct {
     ROW(void,   softmax_rows, (float *y, const float *x, int64_t R, int64_t n, int log)) \
     ROW(void,   softmax_rows_back, (float *dx, const float *dy, const float *y, int64_t R, int64_t n, int log)) \
     ROW(void,   softmax_columns, (float *y, const float *x, int64_t n, int64_t ld, int64_t C, int log)) \
-    ROW(void,   attend,       (float *y, const float *q, const float *k, const float *v, const int64_t *at, float *weights, \
-                               int64_t n, int64_t heads, int64_t C, float scale)) \
     ROW(void,   softmax_columns_back, (float *dx, const float *dy, const float *y, int64_t n, int64_t ld, int64_t C, \
                                        int log)) \
     ROW(void,   softmax_row_back, (float *ds, const float *dw, const float *p, int64_t n)) \
@@ -221,6 +232,12 @@ typedef struct {
 #include "kernels/kernels.inc"
 #undef KERNEL
 const pyops_kernels *pyops_active(void);
+const pyops_kernels *pyops_in_bf16(void);           /* the table for products in bfloat16, whatever the precision is */
+
+/* int8_group with the instructions of VNNI, or NULL if the compiler has none. */
+typedef void pyops_int8_kernel(float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R,
+                               int64_t quads, int64_t ldy, int is_relu);
+extern pyops_int8_kernel *const pyops_int8_avx2_vnni, *const pyops_int8_avx512_vnni;
 
 /* ---- errors ------------------------------------------------------------------------------ */
 pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
@@ -385,6 +402,30 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
 /* All threads: pyops_gemm without its checks. */
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M, int64_t N,
                                     int64_t K, int flags);
+
+/* ---- compact weights: csrc/compact.c ---- */
+typedef struct {
+    const pyops_kernels *k;
+    int64_t O, I, steps;                /* steps: groups of 4 or 2 terms of a sum */
+    int32_t format;
+    const float *compact, *x;
+    uint8_t *bytes;                     /* INT8: x rounded, (R,4 steps), and the scales of its rows */
+    float *x_scales;
+} pyops_compact;
+
+enum { PYOPS_COMPACT_COLUMNS = 512 };   /* a range of columns that starts with a multiple of these can be computed alone */
+pyops_status pyops_compact_check(const char *who, int64_t R, int64_t O, int64_t I, int32_t format);
+/* The floats of `work` for R rows. */
+int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format);
+/* A call on x (R,I); round rows [from, to) of x before the columns are computed. */
+pyops_compact pyops_compact_call(const float *compact, const float *x, float *work, int64_t R, int64_t O, int64_t I,
+                                 int32_t format);
+void pyops_compact_round(const pyops_compact *c, int64_t from, int64_t to);
+/* One thread: y (rows,n), rows ldy apart, of the rows of x from `first` on and the columns from `from` on, a multiple of
+ * PYOPS_COMPACT_COLUMNS with INT8 of PYOPS_GROUP.  scratch: pyops_compact_scratch(k) floats. */
+void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_t first, int64_t rows, int64_t from, int64_t n,
+                           int is_relu, float *scratch);
+size_t pyops_compact_scratch(const pyops_compact *c);
 
 /* y[c] += sum_r x[r*ldx + c], in the order of the rows; threads share columns. */
 void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx);

@@ -51,6 +51,7 @@ PYOPS_API int32_t      pyops_abi_version(void);
 PYOPS_API const char  *pyops_last_error(void);    /* of the calling thread; "" if nothing has failed yet */
 PYOPS_API const char  *pyops_isa(void);           /* the kernels in use: "generic", "avx2", "avx512" */
 PYOPS_API const char  *pyops_bf16_isa(void);      /* those of products in bfloat16: the same, "avx512_bf16" or "amx_bf16" */
+PYOPS_API const char  *pyops_int8_isa(void);      /* those of products in int8: the same, "avx2_vnni" or "avx512_vnni" */
 PYOPS_API const char  *pyops_gemm_tile(void);     /* their matrix micro-kernel: "4x8", "6x16", "14x32" */
 PYOPS_API int32_t      pyops_threads(void);       /* threads that a call from this thread may use */
 PYOPS_API pyops_status pyops_set_threads(int32_t threads);      /* for calls from this thread, as in OpenMP */
@@ -624,7 +625,6 @@ PYOPS_API pyops_status pyops_attention_backward(
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk,
     int32_t causal, float p, uint64_t key, void *stream);
 
-/* The softmax alone, for scores in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
 /* One step of decoding with a query for each of R hypotheses.  CPU library only.
  * attention_step   y[r,:] of the query q[r,:], as in attention_forward.
  *                  offsets NULL: over T keys of an array with W rows per token.  Key s is row index[s,r] of token s for s < M, and
@@ -642,6 +642,7 @@ PYOPS_API pyops_status pyops_follow_parents(
     int32_t *index, const int32_t *before, const int32_t *parents,
     int64_t T, int64_t M, int64_t N, int64_t R, void *stream);
 
+/* The softmax alone, for scores in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
  * forward   p[i,:] = softmax of scale * s[i,:] over the keys that query i may see, 0 elsewhere;   w = D p
  *           q_offsets, k_offsets as in attention_forward, but only for the numbers of queries and keys of each sequence:
  *           rows of further queries and the elements of further keys are 0
@@ -740,6 +741,33 @@ PYOPS_API pyops_status pyops_linear_topk(
     int32_t *index, float *logp, const float *x, const float *weight, const float *bias,
     float *work, int64_t R, int64_t D, int64_t V, int64_t k, void *stream);
 PYOPS_API int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_t k);
+
+/* ---- compact weights: a linear layer in int8 or bfloat16, for inference.  CPU library only ---------------------------
+ * compact_weight     pack weight and bias, once; the functions below read `compact`.  bias NULL: zeros
+ * compact_linear     y[r,o] = sum_i x[r,i] weight[o,i] + bias[o];  relu: then max(y, 0)
+ * compact_embedding  y[r,:] = weight[ids[r],:], as it is packed
+ * compact_topk       linear_topk of the logits of compact_linear.  logp NULL: the indices only
+ * INT8: a row w of weight becomes integers q = rint(w (127 / max |w|)), ties to even, with the scale s = max |w| / 127; a row of x
+ * likewise in each call.  y = float(sum of q_x q_w) (s_x s_w) + bias, rounded after each operation.  The sum is exact, so the
+ * bits do not depend on the instruction set.  A row with NaN or infinity gives NaN; one without |w| >= 1e-30 gives 0.
+ * BF16: weight and x are rounded to bfloat16, to nearest, ties to even; sums are float32.
+ * x (R,I)   weight (O,I)   bias (O)   y (R,O)   ids (R) int32 in [0,O)   compact_embedding: y (R,I)
+ * compact_topk: index, logp (R,k), 1 <= k <= PYOPS_TOPK, k <= O   INT8: I <= 131072
+ */
+typedef enum { PYOPS_COMPACT_INT8 = 0, PYOPS_COMPACT_BF16 } pyops_compact_format;
+PYOPS_API pyops_status pyops_compact_weight(
+    float *compact, const float *weight, const float *bias, int64_t O, int64_t I, int32_t format, void *stream);
+PYOPS_API int64_t pyops_compact_weight_work(int64_t O, int64_t I, int32_t format);          /* the floats of `compact` */
+PYOPS_API pyops_status pyops_compact_linear(
+    float *y, const float *x, const float *compact, float *work,
+    int64_t R, int64_t O, int64_t I, int32_t format, int32_t relu, void *stream);
+PYOPS_API int64_t pyops_compact_linear_work(int64_t R, int64_t I, int32_t format);
+PYOPS_API pyops_status pyops_compact_embedding(
+    float *y, const float *compact, const int32_t *ids, int64_t R, int64_t O, int64_t I, int32_t format, void *stream);
+PYOPS_API pyops_status pyops_compact_topk(
+    int32_t *index, float *logp, const float *x, const float *compact, float *work,
+    int64_t R, int64_t O, int64_t I, int64_t k, int32_t format, void *stream);
+PYOPS_API int64_t pyops_compact_topk_work(int64_t R, int64_t O, int64_t I, int64_t k, int32_t format);
 
 /* ---- a network of two linear layers on pixels: loss and all gradients in one operation ---------------------------
  * a = scale * table[rows] w1 + b1;  r = max(a, 0);  logits = r w2' + b2;  loss[0] = mean over b of the softmax cross

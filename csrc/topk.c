@@ -3,12 +3,13 @@
  * A row is processed in chunks of columns, with a maximum and a sum of exponentials each, which are combined in order.  So the
  * logits of a chunk are used while they are in cache, and are never in memory at once.  Columns whose maximum is below the
  * k-th largest element so far are not searched, so few elements are compared one by one.  A result depends on its row alone,
- * and not on the number of rows or threads.
+ * and not on the number of rows or threads.  Logits are products with float32 weights, or with compact ones.
  */
 #include <math.h>
 #include "internal.h"
 
-enum { COLUMNS = 512, ROWS = 128, PART = 128 };         /* of a chunk; columns that are searched or skipped together */
+/* Columns and rows of a chunk; columns that are searched or skipped together. */
+enum { COLUMNS = PYOPS_COMPACT_COLUMNS, ROWS = 128, PART = 128 };
 
 static int64_t chunks_of(int64_t C) { return (C + COLUMNS - 1) / COLUMNS; }
 
@@ -85,38 +86,56 @@ int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_t k) {
     return 2 * R * k + 1 + 2 * chunks_of(V) * R;
 }
 
-pyops_status pyops_linear_topk(int32_t *index, float *logp, const float *x, const float *weight, const float *bias, float *work,
-                               int64_t R, int64_t D, int64_t V, int64_t k, void *stream) {
-    (void)stream;
-    const pyops_status status = check_topk("linear_topk", R, V, k);
-    if (status) return status;
-    PYOPS_REQUIRE(D >= 0, "linear_topk: D=%lld, expected at least 0", LL(D));
-    const pyops_kernels *kernels = pyops_active();
+/* The factors of logits: float32, or a call with compact weights. */
+typedef struct {
+    const pyops_kernels *kernels;
+    const float *x, *weight, *bias;
+    const pyops_compact *compact;       /* NULL: float32 */
+    int64_t R, D, V;
+} factors;
+
+static int64_t packed_size(const factors *f) { return f->compact ? 0 : pyops_packed_b_size(f->kernels, f->D, COLUMNS); }
+
+/* z (rows,n), rows COLUMNS apart: logits of the rows from `first` on and the columns from v on.  weight_packed: of these
+ * columns, if there are more than PYOPS_FEW_ROWS rows in all. */
+static void logits(const factors *f, float *z, const float *weight_packed, int64_t first, int64_t rows, int64_t v, int64_t n,
+                   float *scratch) {
+    if (f->compact) {
+        pyops_compact_columns(f->compact, z, COLUMNS, first, rows, v, n, 0, scratch);
+        return;
+    }
+    const pyops_view x = {f->x + first * f->D, f->D, 1}, w = {f->weight + v * f->D, 1, f->D};
+    if (f->R > PYOPS_FEW_ROWS)
+        pyops_product_packed(f->kernels, z, COLUMNS, x, weight_packed, f->bias + v, rows, n, f->D, 0, n, 0, scratch);
+    else pyops_product(f->kernels, z, COLUMNS, x, w, f->bias + v, rows, n, f->D, 0, scratch);
+}
+
+/* work as in pyops_linear_topk_work; logp may be NULL. */
+static pyops_status topk(const char *who, int32_t *index, float *logp, float *work, const factors *f, int64_t k) {
+    const pyops_kernels *kernels = f->kernels;
+    const int64_t R = f->R, V = f->V;
     uint64_t *const best = (uint64_t *)(((uintptr_t)work + 7) & ~(uintptr_t)7);
     part *const parts = (part *)(best + R * k);
     memset(best, 0, (size_t)(R * k) * sizeof *best);
-    const int64_t product = pyops_round_up((int64_t)pyops_product_scratch(kernels), 2);
-    const int64_t packed = pyops_packed_b_size(kernels, D, COLUMNS), logits = ROWS * COLUMNS;
+    const size_t needed = f->compact ? pyops_compact_scratch(f->compact) : pyops_product_scratch(kernels);
+    const int64_t product = pyops_round_up((int64_t)needed, PYOPS_LANES), packed = packed_size(f), block = ROWS * COLUMNS;
     int failed = 0;
-    #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS || D * V > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel if (R * f->D * V > PYOPS_SHARE_FMAS || f->D * V > PYOPS_SHARE_FLOATS)
     {
-        float *scratch = pyops_scratch_or_fail((size_t)(product + packed + logits + 2 * R * k), &failed);
+        float *scratch = pyops_scratch_or_fail((size_t)(product + packed + block + 2 * R * k), &failed);
         float *const weight_packed = scratch + product, *const z = weight_packed + packed;
-        uint64_t *const own = (uint64_t *)(z + logits);
+        uint64_t *const own = (uint64_t *)(z + block);
         if (scratch) memset(own, 0, (size_t)(R * k) * sizeof *own);
         #pragma omp for schedule(static)
         for (int64_t v = 0; v < V; v += COLUMNS) {
             const int64_t n = pyops_min(COLUMNS, V - v);
-            const pyops_view w = {weight + v * D, 1, D};
-            if (scratch && R > PYOPS_FEW_ROWS) pyops_pack_b(kernels, weight_packed, w, D, n, 0, n);
+            if (scratch && packed && R > PYOPS_FEW_ROWS)
+                pyops_pack_b(kernels, weight_packed, (pyops_view){f->weight + v * f->D, 1, f->D}, f->D, n, 0, n);
             for (int64_t first = 0; first < R && scratch; first += ROWS) {
                 const int64_t rows = pyops_min(ROWS, R - first);
-                const pyops_view x_first = {x + first * D, D, 1};
-                if (R > PYOPS_FEW_ROWS)
-                    pyops_product_packed(kernels, z, COLUMNS, x_first, weight_packed, bias + v, rows, n, D, 0, n, 0, scratch);
-                else pyops_product(kernels, z, COLUMNS, x_first, w, bias + v, rows, n, D, 0, scratch);
+                logits(f, z, weight_packed, first, rows, v, n, scratch);
                 for (int64_t r = 0; r < rows; r++) {
-                    parts[v / COLUMNS * R + first + r] = part_of(kernels, z + r * COLUMNS, n);
+                    if (logp) parts[v / COLUMNS * R + first + r] = part_of(kernels, z + r * COLUMNS, n);
                     search(kernels, own + (first + r) * k, k, z + r * COLUMNS, n, v);
                 }
             }
@@ -125,7 +144,35 @@ pyops_status pyops_linear_topk(int32_t *index, float *logp, const float *x, cons
         for (int64_t i = 0; i < R * k && scratch; i++)
             if (own[i]) insert(best + i / k * k, k, own[i]);
     }
-    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "linear_topk: no memory for %lld packed words", LL((int64_t)COLUMNS));
-    for (int64_t r = 0; r < R; r++) finish(index + r * k, logp + r * k, best + r * k, k, parts + r, chunks_of(V), R);
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld packed words", who, LL((int64_t)COLUMNS));
+    for (int64_t r = 0; r < R && logp; r++) finish(index + r * k, logp + r * k, best + r * k, k, parts + r, chunks_of(V), R);
+    for (int64_t i = 0; i < R * k && !logp; i++) index[i] = pyops_key_index(best[i]);
     return PYOPS_OK;
+}
+
+pyops_status pyops_linear_topk(int32_t *index, float *logp, const float *x, const float *weight, const float *bias, float *work,
+                               int64_t R, int64_t D, int64_t V, int64_t k, void *stream) {
+    (void)stream;
+    const pyops_status status = check_topk("linear_topk", R, V, k);
+    if (status) return status;
+    PYOPS_REQUIRE(D >= 0, "linear_topk: D=%lld, expected at least 0", LL(D));
+    const factors f = {.kernels = pyops_active(), .x = x, .weight = weight, .bias = bias, .R = R, .D = D, .V = V};
+    return topk("linear_topk", index, logp, work, &f, k);
+}
+
+/* The rows of x rounded, then as for linear_topk */
+int64_t pyops_compact_topk_work(int64_t R, int64_t O, int64_t I, int64_t k, int32_t format) {
+    return pyops_compact_rows(R, I, format) + pyops_linear_topk_work(R, I, O, k);
+}
+
+pyops_status pyops_compact_topk(int32_t *index, float *logp, const float *x, const float *compact, float *work, int64_t R,
+                                int64_t O, int64_t I, int64_t k, int32_t format, void *stream) {
+    (void)stream;
+    pyops_status status = pyops_compact_check("compact_topk", R, O, I, format);
+    if (!status) status = check_topk("compact_topk", R, O, k);
+    if (status) return status;
+    const pyops_compact call = pyops_compact_call(compact, x, work, R, O, I, format);
+    pyops_compact_round(&call, 0, R);
+    const factors f = {.kernels = pyops_active(), .compact = &call, .R = R, .D = I, .V = O};
+    return topk("compact_topk", index, logp, work + pyops_compact_rows(R, I, format), &f, k);
 }

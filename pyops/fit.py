@@ -427,8 +427,9 @@ def tensors(params, optimizer=None):
     return arrays | ({'step': optimizer.count} if optimizer else {})
 
 
-def restore(params, optimizer, arrays, path):
+def restore(params, optimizer, arrays, path, left_out=()):
     """Copy the tensors of a checkpoint into the model.  optimizer=None: parameters only, for serving.
+    left_out: names of parameters that are checked and not copied
 
     Raises UserError naming the first tensor that is missing, unknown or of another shape.
     """
@@ -443,7 +444,8 @@ def restore(params, optimizer, arrays, path):
     if extra := sorted(set(arrays) - set(places)):
         raise UserError(f'{path}: holds {extra[0]}, which this model does not have; give another checkpoint with -c')
     for name, place in places.items():
-        place[...] = arrays[name]
+        if name.removeprefix('parameter/') not in left_out:
+            place[...] = arrays[name]
 
 
 def check_model_memory(specs, flags):

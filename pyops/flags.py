@@ -8,7 +8,7 @@ import os
 import re
 import sys
 
-from pyops import CPU_PRECISIONS, PRECISIONS, __version__
+from pyops import COMPUTE_TYPES, CPU_PRECISIONS, PRECISIONS, __version__
 from pyops.environment import backend_name
 from pyops.errors import UserError
 
@@ -148,6 +148,14 @@ def add_quant_flags(parser, default):
     group.add_argument('--quant-layers', metavar='PATTERN',
                        help="quantize only layers with these names, such as 'encoder.*,output' "
                        f"(default: {'as in the checkpoint, else ' * ('checkpoint' in default)}all)")
+
+
+def add_compute_flag(parser):
+    """--compute TYPE, for pyops.load."""
+    parser.group('compute type').add_argument(
+        '--compute', choices=COMPUTE_TYPES, default=COMPUTE_TYPES[0],
+        help='keep the weights in this type and multiply in it: bf16 takes half of the memory of float32, int8 a quarter, and '
+        'both are faster; only on the CPU; see docs/compact.md (default %(default)s)')
 
 
 def _recipe(text):

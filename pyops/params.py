@@ -17,7 +17,7 @@ from pyops.backend import library
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from pyops.typing import Array, Init, Shape
 
@@ -157,6 +157,10 @@ class Parameters:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def drop(self, names: Collection[str]) -> None:
+        """Forget these parameters; the buffers keep their size."""
+        self._places = {name: place for name, place in self._places.items() if name not in names}
 
     def arrays(self) -> dict[str, Array]:
         """Return {name: view of the values}."""

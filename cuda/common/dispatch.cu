@@ -12,6 +12,7 @@ const char *pyops_last_error(void) { return last_error; }
 int32_t pyops_abi_version(void) { return PYOPS_ABI_VERSION; }
 const char *pyops_isa(void) { return "cuda"; }
 const char *pyops_bf16_isa(void) { return "cuda"; }
+const char *pyops_int8_isa(void) { return "cuda"; }
 const char *pyops_gemm_tile(void) { return "128x128"; }
 int32_t pyops_threads(void) { return 1; }
 pyops_status pyops_set_threads(int32_t threads) {               // host threads: the host only launches

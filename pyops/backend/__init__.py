@@ -310,6 +310,12 @@ def bf16_isa():
     return ffi.string(lib.pyops_bf16_isa()).decode()
 
 
+def int8_isa():
+    """Return the instruction set of products in int8: the same as `isa`, 'avx2_vnni' or 'avx512_vnni'."""
+    ffi, lib, _ = library.cpu()
+    return ffi.string(lib.pyops_int8_isa()).decode()
+
+
 def threads():
     """Return the maximum number of threads of a kernel."""
     return library.cpu().lib.pyops_threads()

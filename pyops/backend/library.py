@@ -121,10 +121,11 @@ def cpu():
         raise UserError(f'{path}: cannot be loaded ({error}); {REMEDY}') from error
     if version != ABI_VERSION:
         raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {REMEDY}')
-    runs, want = [ffi.string(name).decode() for name in (lib.pyops_isa(), lib.pyops_bf16_isa())], os.environ.get('PYOPS_ISA')
+    names = lib.pyops_isa(), lib.pyops_bf16_isa(), lib.pyops_int8_isa()
+    runs, want = [ffi.string(name).decode() for name in names], os.environ.get('PYOPS_ISA')
     if want and want not in runs:
-        raise UserError(f'PYOPS_ISA={want}: this CPU cannot run it or it is unknown (generic, avx2, avx512, avx512_bf16, '
-                        f'amx_bf16); '
+        raise UserError(f'PYOPS_ISA={want}: this CPU cannot run it or it is unknown (generic, avx2, avx2_vnni, avx512, '
+                        f'avx512_vnni, avx512_bf16, amx_bf16); '
                         f'unset it to let the library choose')
     return Library(ffi, lib, known)
 

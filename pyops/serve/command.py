@@ -13,6 +13,7 @@ from pyops.errors import Interrupted, UserError, printable, require
 from pyops.flags import (
     ArgumentParser,
     add_address_flags,
+    add_compute_flag,
     add_gpu_flag,
     add_quant_flags,
     add_threads_flag,
@@ -61,6 +62,7 @@ def add_flags(parser: ArgumentParser) -> None:
                         help='open connections; more are refused with 503 (default %(default)s)')
     add_gpu_flag(parser)
     add_quant_flags(parser, 'as in the checkpoint')
+    add_compute_flag(parser)
     parser.set_defaults(run=run)
 
 
@@ -93,7 +95,7 @@ def run(options: Namespace) -> int:
         use_device(options)
         found = checkpoint.find(options.checkpoint, serving=True)
         settings = found.state.get('settings', {}) if isinstance(found.state, dict) else {}
-        translator = of_checkpoint(found, quantization.resolve(options, settings))
+        translator = of_checkpoint(found, quantization.resolve(options, settings) | {'compute': options.compute})
         for line in (*translator.warnings, translator.rounding):
             if line:
                 print(line, file=sys.stderr)

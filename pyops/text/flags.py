@@ -4,6 +4,7 @@ import sys
 from pyops.errors import UserError
 from pyops.flags import (
     ArgumentParser,
+    add_compute_flag,
     add_gpu_flag,
     add_max_steps_flag,
     add_plan_flags,
@@ -176,6 +177,7 @@ def serving_parser(program):
     add_threads_flag(p, 'translation')
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint')
+    add_compute_flag(p)
     return p
 
 
@@ -205,6 +207,7 @@ def evaluation_parser(program):
     add_threads_flag(p, 'evaluation')
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint')
+    add_compute_flag(p)
     return p
 
 

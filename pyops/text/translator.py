@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from pyops import backend, checkpoint, fit
+from pyops import COMPUTE_TYPES, backend, checkpoint, fit
 from pyops.errors import UserError
 from pyops.text.decoding import BeamDecoder, Search
 from pyops.text.flags import BATCH_SIZE, BEAM, LENGTH_PENALTY
@@ -67,14 +67,18 @@ class _Found(NamedTuple):
     outputs: list[tuple[np.ndarray, float | None]]
 
 
-def load(path: PathLike, quant: str | None = None, quant_layers: str | None = None) -> Translator:
+def load(path: PathLike, quant: str | None = None, quant_layers: str | None = None, compute: str = 'float32') -> Translator:
     """Load a translator from a checkpoint, or from the best or newest one of a folder, onto the current device.
 
     It may be a checkpoint of seq2seq.train, transformer.train or transformer.from_marian.
     quant, quant_layers: as --quant and --quant-layers (docs/quantization.md); None: as in the training run
-    UserError if there is no such checkpoint, or it is damaged or belongs to another program.
+    compute: 'float32', 'bf16' or 'int8', the type of the weights and of the factors of products (docs/compact.md)
+    UserError if there is no such checkpoint, it is damaged or belongs to another program, or `compute` is impossible.
     """
-    return of_checkpoint(checkpoint.find(path, serving=True), {'quant': quant, 'quant_layers': quant_layers})
+    if compute not in COMPUTE_TYPES:
+        raise UserError(f'compute: expected {", ".join(COMPUTE_TYPES[:-1])} or {COMPUTE_TYPES[-1]}, got {compute}')
+    replaced = {'quant': quant, 'quant_layers': quant_layers, 'compute': compute}
+    return of_checkpoint(checkpoint.find(path, serving=True), replaced)
 
 
 def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translator:
@@ -87,7 +91,10 @@ def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translat
     vocabularies = restore(state['vocabularies'])
     model = importlib.import_module(f'{program}.translate').build(settings, *map(len, vocabularies))
     rounding = model.config.ops.check() if settings.get('quant', 'none') != 'none' else None
-    fit.restore(model.params, None, found.tensors, found.path)
+    packs = settings.get('compute', 'float32') != 'float32'
+    fit.restore(model.params, None, found.tensors, found.path, model.config.ops.names if packs else ())
+    if packs:
+        model.config.ops.pack(model.params, {name.removeprefix('parameter/'): tensor for name, tensor in found.tensors.items()})
     source, target = vocabularies
     return Translator(model, source, target, found.path, state, found.warnings, rounding)
 

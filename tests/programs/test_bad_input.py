@@ -505,11 +505,12 @@ def compiler():
 
 
 def build_library(path, abi_version, isa='generic'):
-    """A library that answers three questions and has no kernels."""
+    """A library that answers four questions and has no kernels."""
     source = path.with_suffix('.c')
     source.write_text(f'int pyops_abi_version(void) {{ return {abi_version}; }}\n'
                       f'const char *pyops_isa(void) {{ return "{isa}"; }}\n'
-                      f'const char *pyops_bf16_isa(void) {{ return "{isa}"; }}\n')
+                      f'const char *pyops_bf16_isa(void) {{ return "{isa}"; }}\n'
+                      f'const char *pyops_int8_isa(void) {{ return "{isa}"; }}\n')
     subprocess.run([compiler(), '-shared', '-fPIC', '-o', path, source], check=True)
     return path
 

@@ -2,6 +2,7 @@
 import importlib
 import itertools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -325,3 +326,57 @@ def test_load_refuses_other_checkpoints_and_names_damaged_ones(tmp_path):
     translator = pyops.load(tmp_path)
     (warning,) = translator.warnings
     assert translator.path.endswith('_1.safetensors') and str(newest) in warning
+
+
+# ---- compute types ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module', params=[('transformer', TINY_TRANSFORMER), ('seq2seq', TINY_SEQ2SEQ)], ids=lambda some: some[0])
+def kept(request, tmp_path_factory):
+    """The folder of a trained checkpoint, and some of its sources."""
+    program, flags = request.param
+    folder = tmp_path_factory.mktemp(program)
+    importlib.import_module(f'{program}.train').main([*flags, '-e', '15', '-l', '0.01', '-d', '0', '-c', str(folder)])
+    corpus, _, _ = small_corpus(512)
+    return folder, [text for text, _ in corpus.texts()][:150]
+
+
+@on_the_cpu
+@pytest.mark.parametrize('compute', ['bf16', 'int8'])
+def test_a_compact_model_translates_nearly_as_in_float32_and_the_same_in_every_batch(kept, compute):
+    folder, texts = kept
+    model, plain = pyops.load(folder, compute=compute), pyops.load(folder)
+    found, want = model.translate(texts, beam=1), plain.translate(texts, beam=1)
+    assert sum(a == b for a, b in zip(found, want, strict=True)) >= (0.9 if compute == 'bf16' else 0.7) * len(texts)
+    assert len(set(found)) > 30
+    assert [model.translate(text, beam=1) for text in texts[:20]] == found[:20] == model.translate(texts[:20], 1, batch_size=3)
+    best = model.translations(texts[:20], beam=3)
+    scores = model.score(texts[:20], [some[0].text for some in best])
+    for some, score in zip(best, scores, strict=True):
+        assert abs(some[0].score * len(some[0].tokens) - score) <= 0.02 * abs(score) + 0.02 or some[0].tokens[-1] != '<eos>'
+    with pytest.raises(KeyError):
+        model.model.params['output.weight']
+
+
+@on_the_cpu
+def test_a_compute_type_that_is_unknown_or_impossible_is_one_line(kept, monkeypatch):
+    folder, _ = kept
+    with pytest.raises(UserError, match='^compute: expected float32, bf16 or int8, got fp8$'):
+        pyops.load(folder, compute='fp8')
+    with pytest.raises(UserError, match='^compute type int8: expected a model without quantization, got --quant hifp8; add '
+                                        '--quant none$'):
+        pyops.load(folder, quant='hifp8', compute='int8')
+    monkeypatch.setattr('pyops.compute.current_device', lambda: SimpleNamespace(is_host=False))
+    with pytest.raises(UserError, match='^compute type bf16: runs on the CPU only; give --compute float32, or run on the CPU '
+                                        'with -g 0$'):
+        pyops.load(folder, compute='bf16')
+
+
+@on_the_cpu
+def test_the_programs_take_the_compute_type(kept, capsys):
+    folder, texts = kept
+    program = checkpoint.find(folder, serving=True).state['program']
+    importlib.import_module(f'{program}.translate').main(['-c', str(folder), '--compute', 'int8', '--beam', '1', *texts[:9]])
+    assert capsys.readouterr().out.splitlines() == pyops.load(folder, compute='int8').translate(texts[:9], beam=1)
+    importlib.import_module(f'{program}.evaluate').main(
+        ['-c', str(folder), '-f', 'embedded', '--compute', 'bf16', '--beam', '1', '--first', '5', '--json'])
+    assert '"sentences": 5' in capsys.readouterr().out

@@ -1,0 +1,229 @@
+/* compact.c - weights of linear layers in int8 or bfloat16, for inference: packing, products, rows as embeddings.
+ *
+ * A layer is packed once.  INT8: groups of PYOPS_GROUP rows (kernels/int8_body.inc), which a product with one row of x reads
+ * from beginning to end, then for each row the start of its sums, its scale and its bias.  BF16: the packed operand of gemm.c
+ * for each PYOPS_COMPACT_COLUMNS rows, then the biases.
+ */
+#include <float.h>
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+#include "internal.h"
+
+enum { GROUP = PYOPS_GROUP, CHUNK = PYOPS_COMPACT_COLUMNS };
+_Static_assert(CHUNK % GROUP == 0, "a chunk of columns must be whole groups");
+enum { LONGEST = 131072 };              /* so many products of int8, and as many times PYOPS_BYTE_ZERO, fit in 32 bits */
+static const float LEAST = 1e-30f;      /* smaller rows become 0: the factor 127 / LEAST is finite */
+
+typedef struct { int64_t start, scales, bias, total; } layout;      /* panels come first */
+
+static int64_t steps_of(int64_t I, int32_t format) { return format == PYOPS_COMPACT_INT8 ? (I + 3) / 4 : (I + 1) / 2; }
+
+static layout lay_out(int64_t O, int64_t I, int32_t format) {
+    const int is_int8 = format == PYOPS_COMPACT_INT8;
+    const int64_t rows = pyops_round_up(O, is_int8 ? GROUP : pyops_in_bf16()->NR);
+    layout l = {.start = steps_of(I, format) * rows};
+    l.scales = l.start + (is_int8 ? rows : 0);
+    l.bias = l.scales + (is_int8 ? rows : 0);
+    l.total = l.bias + rows;
+    return l;
+}
+
+pyops_status pyops_compact_check(const char *who, int64_t R, int64_t O, int64_t I, int32_t format) {
+    PYOPS_REQUIRE(format == PYOPS_COMPACT_INT8 || format == PYOPS_COMPACT_BF16, "%s: format=%d, expected 0 (int8) or 1 (bf16)",
+                  who, format);
+    PYOPS_REQUIRE(R >= 0 && O >= 1 && I >= 1, "%s: R=%lld O=%lld I=%lld, expected R of at least 0, O and I of at least 1", who,
+                  LL(R), LL(O), LL(I));
+    PYOPS_REQUIRE(format != PYOPS_COMPACT_INT8 || I <= LONGEST, "%s: I=%lld, expected at most %d in int8", who, LL(I), LONGEST);
+    return PYOPS_OK;
+}
+
+/* Round n numbers to bytes, padded to n_padded.  Return their scale. */
+static float round_row(const pyops_kernels *k, uint8_t *y, const float *x, int64_t n, int64_t n_padded) {
+    const uint32_t bits = k->amax(x, n);
+    float most;
+    memcpy(&most, &bits, sizeof most);
+    const int fits = most >= LEAST && most <= FLT_MAX;
+    const int64_t rounded = fits ? n : 0;
+    memset(y + rounded, PYOPS_BYTE_ZERO, (size_t)(n_padded - rounded));
+    if (!fits) return most < LEAST ? 0.0f : NAN;
+    k->to_bytes(y, x, 127.0f / most, n);
+    return most / 127.0f;
+}
+
+/* ---- packing ---- */
+int64_t pyops_compact_weight_work(int64_t O, int64_t I, int32_t format) { return lay_out(O, I, format).total; }
+
+static void pack_group(const pyops_kernels *k, float *compact, const layout *l, const float *weight, int64_t first, int64_t O,
+                       int64_t I, uint8_t *row) {
+    const int64_t quads = steps_of(I, PYOPS_COMPACT_INT8);
+    int8_t *const panel = (int8_t *)(compact + first * quads);
+    int32_t *const start = (int32_t *)(compact + l->start);
+    for (int64_t j = 0; j < GROUP; j++) {
+        const int64_t o = first + j;
+        int32_t sum = 0;
+        if (o < O) compact[l->scales + o] = round_row(k, row, weight + o * I, I, 4 * quads);
+        else compact[l->scales + o] = 0.0f, memset(row, PYOPS_BYTE_ZERO, (size_t)(4 * quads));
+        for (int64_t i = 0; i < 4 * quads; i++) {
+            const int32_t q = row[i] - PYOPS_BYTE_ZERO;
+            sum += q;
+            panel[(i / 4 * GROUP + j) * 4 + i % 4] = (int8_t)q;
+        }
+        start[o] = -PYOPS_BYTE_ZERO * sum;
+    }
+}
+
+pyops_status pyops_compact_weight(float *compact, const float *weight, const float *bias, int64_t O, int64_t I, int32_t format,
+                                  void *stream) {
+    (void)stream;
+    const pyops_status status = pyops_compact_check("compact_weight", 0, O, I, format);
+    if (status) return status;
+    const layout l = lay_out(O, I, format);
+    const int64_t steps = steps_of(I, format), rows = l.total - l.bias;
+    for (int64_t o = 0; o < rows; o++) compact[l.bias + o] = bias && o < O ? bias[o] : 0.0f;
+    int failed = 0;
+    if (format == PYOPS_COMPACT_INT8) {
+        #pragma omp parallel if (O * I > PYOPS_SHARE_FLOATS)
+        {
+            float *row = pyops_scratch_or_fail((size_t)steps, &failed);
+            #pragma omp for schedule(static)
+            for (int64_t o = 0; o < O; o += GROUP)
+                if (row) pack_group(pyops_active(), compact, &l, weight, o, O, I, (uint8_t *)row);
+        }
+        return failed ? pyops_fail(PYOPS_NO_MEMORY, "compact_weight: no memory for a row of %lld bytes", LL(4 * steps))
+                      : PYOPS_OK;
+    }
+    #pragma omp parallel for schedule(static) if (O * I > PYOPS_SHARE_FLOATS)
+    for (int64_t o = 0; o < O; o += CHUNK) {
+        const int64_t n = pyops_min(CHUNK, O - o);
+        pyops_pack_b(pyops_in_bf16(), compact + o * steps, (pyops_view){weight + o * I, 1, I}, I, n, 0, n);
+    }
+    return PYOPS_OK;
+}
+
+/* ---- products ---- */
+int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format) {
+    return format == PYOPS_COMPACT_INT8 ? R * steps_of(I, format) + R : 0;
+}
+
+pyops_compact pyops_compact_call(const float *compact, const float *x, float *work, int64_t R, int64_t O, int64_t I,
+                                 int32_t format) {
+    const int64_t steps = steps_of(I, format);
+    return (pyops_compact){.k = format == PYOPS_COMPACT_INT8 ? pyops_active() : pyops_in_bf16(),
+                           .O = O,
+                           .I = I,
+                           .steps = steps,
+                           .format = format,
+                           .compact = compact,
+                           .x = x,
+                           .bytes = (uint8_t *)work,
+                           .x_scales = work + R * steps};
+}
+
+void pyops_compact_round(const pyops_compact *c, int64_t from, int64_t to) {
+    if (c->format != PYOPS_COMPACT_INT8) return;            /* gemm.c rounds x when it packs it */
+    for (int64_t r = from; r < to; r++)
+        c->x_scales[r] = round_row(c->k, c->bytes + 4 * r * c->steps, c->x + r * c->I, c->I, 4 * c->steps);
+}
+
+enum { EDGE = 32 };                     /* rows of a group with fewer than GROUP columns that are computed at once */
+
+size_t pyops_compact_scratch(const pyops_compact *c) {
+    return c->format == PYOPS_COMPACT_INT8 ? EDGE * GROUP : pyops_product_scratch(c->k);
+}
+
+void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_t first, int64_t rows, int64_t from, int64_t n,
+                           int is_relu, float *scratch) {
+    const layout l = lay_out(c->O, c->I, c->format);
+    if (c->format == PYOPS_COMPACT_BF16) {
+        const pyops_view x = {c->x + first * c->I, c->I, 1};
+        for (int64_t o = from; o < from + n; o += CHUNK) {
+            const int64_t some = pyops_min(CHUNK, from + n - o);
+            pyops_product_packed(c->k, y + (o - from), ldy, x, c->compact + o * c->steps, c->compact + l.bias + o, rows, some,
+                                 c->I, 0, some, is_relu ? PYOPS_RELU : 0, scratch);
+        }
+        return;
+    }
+    const uint8_t *const bytes = c->bytes + 4 * first * c->steps;
+    const float *const x_scales = c->x_scales + first;
+    for (int64_t o = from; o < from + n; o += GROUP) {
+        const pyops_int8_group w = {.panel = (const int8_t *)(c->compact + o * c->steps),
+                                    .start = (const int32_t *)(c->compact + l.start) + o,
+                                    .scales = c->compact + l.scales + o,
+                                    .bias = c->compact + l.bias + o};
+        const int64_t some = pyops_min(GROUP, from + n - o);
+        float *const y_o = y + (o - from);
+        if (some == GROUP) {
+            c->k->int8_group(y_o, bytes, x_scales, &w, rows, c->steps, ldy, is_relu);
+            continue;
+        }
+        for (int64_t r = 0; r < rows; r += EDGE) {
+            const int64_t height = pyops_min(EDGE, rows - r);
+            c->k->int8_group(scratch, bytes + 4 * r * c->steps, x_scales + r, &w, height, c->steps, GROUP, is_relu);
+            for (int64_t i = 0; i < height; i++) pyops_copy(y_o + (r + i) * ldy, scratch + i * GROUP, some);
+        }
+    }
+}
+
+int64_t pyops_compact_linear_work(int64_t R, int64_t I, int32_t format) { return pyops_compact_rows(R, I, format); }
+
+pyops_status pyops_compact_linear(float *y, const float *x, const float *compact, float *work, int64_t R, int64_t O, int64_t I,
+                                  int32_t format, int32_t relu, void *stream) {
+    (void)stream;
+    const pyops_status status = pyops_compact_check("compact_linear", R, O, I, format);
+    if (status) return status;
+    const pyops_compact c = pyops_compact_call(compact, x, work, R, O, I, format);
+    const int is_large = R * O * I > 2 * PYOPS_SHARE_FMAS || O * I > 2 * PYOPS_SHARE_FLOATS;
+    const int64_t columns = format == PYOPS_COMPACT_INT8 ? GROUP : CHUNK;
+    int failed = 0;
+    if (!is_large || omp_get_max_threads() == 1) {
+        float *scratch = pyops_scratch_or_fail(pyops_compact_scratch(&c), &failed);
+        pyops_compact_round(&c, 0, R);
+        if (scratch) pyops_compact_columns(&c, y, O, 0, R, 0, O, relu, scratch);
+    } else {
+        #pragma omp parallel
+        {
+            float *scratch = pyops_scratch_or_fail(pyops_compact_scratch(&c), &failed);
+            #pragma omp for schedule(static)
+            for (int64_t r = 0; r < R; r++) pyops_compact_round(&c, r, r + 1);
+            #pragma omp for schedule(static)
+            for (int64_t o = 0; o < O; o += columns)
+                if (scratch) pyops_compact_columns(&c, y + o, O, 0, R, o, pyops_min(columns, O - o), relu, scratch);
+        }
+    }
+    return failed
+        ? pyops_fail(PYOPS_NO_MEMORY, "compact_linear: no memory for %zu floats per thread", pyops_compact_scratch(&c))
+        : PYOPS_OK;
+}
+
+/* ---- rows ---- */
+pyops_status pyops_compact_embedding(float *y, const float *compact, const int32_t *ids, int64_t R, int64_t O, int64_t I,
+                                     int32_t format, void *stream) {
+    (void)stream;
+    pyops_status status = pyops_compact_check("compact_embedding", R, O, I, format);
+    if (!status) status = pyops_check_ids("compact_embedding", ids, R, O);
+    if (status) return status;
+    const layout l = lay_out(O, I, format);
+    const int64_t steps = steps_of(I, format), NR = pyops_in_bf16()->NR;
+    #pragma omp parallel for schedule(static) if (R * I > PYOPS_SHARE_FLOATS)
+    for (int64_t r = 0; r < R; r++) {
+        const int64_t o = ids[r];
+        float *const y_r = y + r * I;
+        if (format == PYOPS_COMPACT_INT8) {
+            const int8_t *const panel = (const int8_t *)(compact + o / GROUP * GROUP * steps) + o % GROUP * 4;
+            const float scale = compact[l.scales + o];
+            for (int64_t i = 0; i < I; i++) y_r[i] = scale * (float)panel[i / 4 * GROUP * 4 + i % 4];
+            continue;
+        }
+        const int64_t chunk = o / CHUNK * CHUNK, padded = pyops_round_up(pyops_min(CHUNK, O - chunk), NR), j = o - chunk;
+        for (int64_t i = 0; i < I; i++) {
+            const int64_t block = i / PYOPS_KC * PYOPS_KC, length = (pyops_min(PYOPS_KC, I - block) + 1) / 2;
+            const float *const pairs = compact + chunk * steps + block / 2 * padded + j / NR * NR * length;
+            uint32_t pair;
+            memcpy(&pair, pairs + (i - block) / 2 * NR + j % NR, sizeof pair);
+            pair = i % 2 ? pair & UINT32_C(0xFFFF0000) : pair << 16;
+            memcpy(y_r + i, &pair, sizeof pair);
+        }
+    }
+    return PYOPS_OK;
+}

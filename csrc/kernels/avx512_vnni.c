@@ -1,0 +1,10 @@
+/* Products in int8 with AVX512_VNNI, compiled with -mavx512vnni -mavx512bw (see Makefile).  All other kernels are those of
+ * AVX-512. */
+#include "../internal.h"
+#if (defined __x86_64__ || defined __i386__) && !PYOPS_LOWERED
+#define VL 16
+#include "int8_body.inc"
+pyops_int8_kernel *const pyops_int8_avx512_vnni = row_int8_group;
+#else
+pyops_int8_kernel *const pyops_int8_avx512_vnni = NULL;
+#endif

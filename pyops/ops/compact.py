@@ -1,0 +1,214 @@
+"""Ops for inference with weights in int8 or bfloat16.  They have no backward; docs/compact.md has the formulas.
+
+A CompactWeight is packed from the tensors of a checkpoint, and the float32 weight is then not needed.  pyops.compute creates
+the ops, in place of those of pyops.ops.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pyops.backend import axes, check, empty, launch, work, work_size, zeros
+from pyops.backend.kernels import Kernel, declare
+from pyops.ops.activation import GELU, SiLU
+from pyops.ops.cross_entropy import CrossEntropy
+from pyops.ops.gru_rounded import AFTER, BEFORE_1, BEFORE_2
+from pyops.ops.join import ConcatContext
+from pyops.ops.packed import pad_rows, unpad_rows
+
+if TYPE_CHECKING:
+    from pyops.compute import Compute
+    from pyops.ops.packed import Packed
+    from pyops.params import Parameter
+    from pyops.typing import Array
+
+FORMATS = 'int8', 'bf16'        # of pyops_compact_format
+
+
+class CompactWeight:
+    """Rows of a weight (O, I), and their biases, as products read them.   part: the rows of the parameter, None for all
+
+    int8   a row w is q s: integers q = rint(w 127 / max |w|) and the scale s = max |w| / 127
+    bf16   each element rounded to the nearest, ties to even
+    The same rounding applies to the rows of x, in each call.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, int], format: str, part: slice | None = None) -> None:
+        self.name, self.shape, self.part, self.bias = name, shape, part or slice(None), None
+        self.format = FORMATS.index(format)
+        self.values: Array | None = None
+
+    def pack(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Copy the weight and its bias from {name of a parameter: float32 array}."""
+        (O, I), bias = self.shape, None if self.bias is None else tensors[self.bias][self.part]
+        self.values = zeros(work_size('compact_weight', O, I, self.format))
+        launch('compact_weight', self.values, np.ascontiguousarray(tensors[self.name][self.part]), bias, O, I, self.format)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.values is None else self.values.nbytes
+
+    def linear(self, x: Array, name: str, relu: bool = False, out: Array | None = None) -> Array:
+        """Return x weight' + bias, (..., O), for x (..., I); relu: then max(y, 0).   out: the array to write to"""
+        O, I = self.shape
+        check('x', x, (*np.shape(x)[:-1], I))
+        R, y = math.prod(x.shape[:-1]), empty((*x.shape[:-1], O), name=name) if out is None else out
+        check('y', y, (*x.shape[:-1], O))
+        launch('compact_linear', y, x, self.values, work('compact_linear', R, I, self.format), R, O, I, self.format, relu)
+        return y
+
+    def rows(self, ids: Array, name: str) -> Array:
+        """Return the rows of the weight with these ids, (..., I)."""
+        O, I = self.shape
+        check('ids', ids, np.shape(ids), np.int32)
+        y = empty((*ids.shape, I), name=name)
+        launch('compact_embedding', y, self.values, ids, ids.size, O, I, self.format)
+        return y
+
+    def topk(self, x: Array, k: int, name: str) -> tuple[Array, Array]:
+        """Return the indices (R, k) int32 of the k largest elements of each row of x weight' + bias, and their log softmax."""
+        index, logp = empty((len(x), k), np.int32, f'{name}.indices'), empty((len(x), k), name=f'{name}.logp')
+        self._topk(index, logp, x, k)
+        return index, logp
+
+    def argmax(self, x: Array, name: str) -> Array:
+        """Return the index (R,) int32 of the largest element of each row of x weight' + bias."""
+        index = empty(len(x), np.int32, f'{name}.index')
+        self._topk(index, None, x, 1)
+        return index
+
+    def _topk(self, index: Array, logp: Array | None, x: Array, k: int) -> None:
+        O, I = self.shape
+        check('x', x, (len(x), I))
+        launch('compact_topk', index, logp, x, self.values, work('compact_topk', len(x), O, I, k, self.format), len(x), O, I, k,
+               self.format)
+
+
+class CompactLinear:
+    """Linear with a compact weight.   x (..., I) -> y (..., O)"""
+
+    def __init__(self, weight: Parameter, bias: Parameter | None = None, name: str | None = None, *, family: Compute) -> None:
+        self.name, self.compact = name or weight.owner, family.weight(weight, bias)
+
+    def forward(self, x: Array, out: Array | None = None) -> tuple[Array, None]:
+        """Return y, which is `out` if it is given, and None."""
+        return self.compact.linear(x, f'{self.name}.y', out=out), None
+
+
+class CompactFeedForward:
+    """FeedForward with compact weights.   x, y (..., D)"""
+
+    def __init__(self, w1: Parameter, b1: Parameter, w2: Parameter, b2: Parameter, name: str | None = None,
+                 activation: str = 'relu', *, family: Compute) -> None:
+        self.name, self.first, self.second = name or w1.owner, family.weight(w1, b1), family.weight(w2, b2)
+        self.activation = {'relu': None, 'silu': SiLU(), 'gelu': GELU()}[activation]
+
+    def forward(self, x: Array) -> tuple[Array, None]:
+        h = self.first.linear(x, f'{self.name}.h', relu=self.activation is None)
+        if self.activation is not None:
+            h, _ = self.activation.forward(h)
+        return self.second.linear(h, f'{self.name}.y'), None
+
+
+class CompactEmbedding:
+    """Embedding with a compact weight.   ids (...) int32 -> y (..., E)"""
+
+    def __init__(self, weight: Parameter, name: str | None = None, *, family: Compute) -> None:
+        self.name, self.compact = name or weight.owner, family.weight(weight)
+
+    def forward(self, ids: Array) -> tuple[Array, None]:
+        return self.compact.rows(ids, f'{self.name}.y'), None
+
+
+class CompactLinearCrossEntropy:
+    """The output layer, LinearCrossEntropy, with a compact weight; the loss is for evaluation only."""
+
+    def __init__(self, weight: Parameter, bias: Parameter, ignore: int = -1, smoothing: float = 0.0,
+                 name: str | None = None, *, family: Compute) -> None:
+        self.name, self.compact, self.loss = name or weight.owner, family.weight(weight, bias), CrossEntropy(ignore)
+
+    def forward(self, x: Array, labels: Array, gradients: bool = False) -> tuple[Array, CrossEntropy.Ctx]:
+        """Return the mean loss of x (R, D) and labels (R,), and a ctx with the number of valid rows."""
+        return self.loss.forward(self.compact.linear(x, f'{self.name}.logits'), labels)
+
+    def prepare(self) -> None:
+        """Return what predict() takes: nothing, since the weight is packed already."""
+
+    def predict(self, x: Array, prepared: None = None) -> Array:
+        """Return the index (B,) int32 of the largest logit for each row of x (B, D)."""
+        return self.compact.argmax(x, self.name)
+
+    def topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        """As LinearCrossEntropy.topk."""
+        return self.compact.topk(x, k, self.name)
+
+
+class CompactGRU:
+    """GRU with compact weights.   x (T, B, I) or packed (N, I) -> h (T, B, H) or (N, H);  ctx.last (B, H) with rows"""
+
+    class Ctx(NamedTuple):
+        last: Array | None
+
+    def __init__(self, w_ih: Parameter, w_hh: Parameter, b_ih: Parameter, b_hh: Parameter, reset_before: bool = False,
+                 name: str | None = None, *, family: Compute) -> None:
+        self.name, self.reset_before = name or w_ih.owner, reset_before
+        self.H = H = axes(w_hh.name, w_hh.value, '3H H')[1]
+        self.ih, parts = family.weight(w_ih, b_ih), (slice(2 * H), slice(2 * H, None)) if reset_before else (None,)
+        self.hh = [family.weight(w_hh, b_hh, part) for part in parts]
+
+    def forward(self, x: Array, h0: Array | None = None, lengths: None = None, rows: Packed | None = None,
+                reverse: bool = False) -> tuple[Array, Ctx]:
+        a = self.ih.linear(x, f'{self.name}.ih.y')
+        return self.recur(self.padded(a, rows, reverse), h0, rows, reverse, len(x))
+
+    def padded(self, x: Array, rows: Packed | None, reverse: bool) -> Array:
+        return x if rows is None else pad_rows(x, rows, x.shape, reverse, name=f'{self.name}.padded')[0]
+
+    def recur(self, a: Array, h0: Array | None, rows: Packed | None, reverse: bool, N: int) -> tuple[Array, Ctx]:
+        """Run the steps for the input products a (T, B, 3H).   N: the number of packed rows, with rows"""
+        (T, B, _), H = a.shape, self.H
+        states, gates = empty((T, B, H), name=f'{self.name}.h'), empty((B, 4 * H), name=f'{self.name}.gates')
+        if h0 is None:
+            h0 = empty((B, H), name=f'{self.name}.h0')
+            launch('fill', h0, B * H, 0.0)
+        h = h0
+        for t in range(T):
+            product = self.hh[0].linear(h, f'{self.name}.hh.y')
+            if self.reset_before:
+                u = empty((B, H), name=f'{self.name}.u')
+                launch('gru_gates_forward', u, gates, a[t], product, h, B, H, BEFORE_1)
+                product = self.hh[1].linear(u, f'{self.name}.hn.y')
+            launch('gru_gates_forward', states[t], gates, a[t], product, h, B, H, BEFORE_2 if self.reset_before else AFTER)
+            h = states[t]
+        if rows is None:
+            return states, self.Ctx(None)
+        packed, last = unpad_rows(states, rows, N, reverse, h0, f'{self.name}.packed')
+        return packed, self.Ctx(last)
+
+
+class CompactEmbeddingGRU(CompactGRU):
+    """EmbeddingGRU with compact weights.   ids (T, B) or packed (N,)"""
+
+    def __init__(self, table: Parameter, *arguments: Any, family: Compute, **named: Any) -> None:
+        super().__init__(*arguments, family=family, **named)
+        self.embedding, self.concat = CompactEmbedding(table, family=family), ConcatContext()
+
+    def forward(self, ids: Array, context: Array | None = None, h0: Array | None = None, lengths: None = None,
+                rows: Packed | None = None, reverse: bool = False) -> tuple[Array, CompactGRU.Ctx]:
+        x, _ = self.embedding.forward(ids)
+        if context is None:
+            return super().forward(x, h0, lengths, rows, reverse)
+        x, _ = self.concat.forward(self.padded(x, rows, reverse), context)
+        return self.recur(self.ih.linear(x, f'{self.name}.ih.y'), h0, rows, reverse, len(ids))
+
+
+CLASSES = {'Linear': CompactLinear, 'FeedForward': CompactFeedForward, 'Embedding': CompactEmbedding, 'GRU': CompactGRU,
+           'EmbeddingGRU': CompactEmbeddingGRU, 'LinearCrossEntropy': CompactLinearCrossEntropy}
+
+
+declare(compact_weight=Kernel(), compact_embedding=Kernel(),
+        compact_linear=Kernel(flops=lambda s, array: 2 * s['R'] * s['O'] * s['I']),
+        compact_topk=Kernel(flops=lambda s, array: 2 * s['R'] * s['O'] * s['I']))
