@@ -26,9 +26,9 @@ _FROM = {
     **dict.fromkeys(('concatenate', 'stack', 'where', 'einsum'), 'pyops.autograd.tensor'),
 }
 # modules that `import pyops` alone makes available, imported on first use
-_MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', 'differences', 'fit', 'formats',
-                      'functional', 'init', 'ndarray', 'nn', 'ops', 'optim', 'params', 'plan', 'quantization', 'steps',
-                      'training'))
+_MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', 'differences', 'distributed', 'fit',
+                      'formats', 'functional', 'init', 'ndarray', 'nn', 'ops', 'optim', 'params', 'plan', 'quantization',
+                      'steps', 'training'))
 
 
 TYPE_CHECKING = False                   # typing's name, which type checkers take for True; importing typing takes time

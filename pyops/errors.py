@@ -4,6 +4,9 @@ import errno
 import io
 import os
 import sys
+import time
+import traceback
+from collections.abc import Callable
 
 # The requirements in pyproject.toml: name of the imported module -> name of the package to install.
 _DEPENDENCIES = {'numpy': 'numpy', 'cffi': 'cffi', '_cffi_backend': 'cffi', 'pycparser': 'pycparser',
@@ -38,16 +41,68 @@ class Interrupted(Exception):
         self.signal = signal
 
 
+GRACE = 1.0             # seconds in which rank 0 reports an error that all ranks have
+abort_ranks: Callable[[int], object] | None = None      # abort_ranks(status) ends all ranks; pyops.distributed.init sets it
+
+
 @contextlib.contextmanager
-def exits_cleanly(program):
+def exits_cleanly(program, ranks=False):
     """Wrap a program's main: a UserError becomes `program: error: ...` on stderr and exit status 2.
 
     So do memory exhaustion, an output that cannot be written, and a missing package that we require; any other exception is
     a bug and keeps its traceback.  If the reader closes our output (`| head`), the program ends quietly, like any other Unix
     filter.  Interrupted becomes exit status 128 + signal, and so does a Ctrl-C that was not handled.
+    ranks: whether the program uses pyops.distributed.  Then only rank 0 prints, and an error of any rank ends all ranks.
     """
+    with _as_one_rank() if ranks else contextlib.nullcontext(), _with_messages(program):
+        yield
+
+
+class _AllRanksLeave(SystemExit):
+    """Exit of all ranks at the same time, after a signal: none waits for another."""
+
+
+@contextlib.contextmanager
+def _as_one_rank():
+    """If a launcher started several ranks, discard the output of all but rank 0, and end all ranks if one fails.
+
+    The failing rank aborts: other ranks may wait for it, and so would MPI_Finalize at exit.  A rank other than 0 first gives
+    rank 0 time to report the same error, so that it is printed once.
+    """
+    from pyops.environment import launch  # not at the top: it imports this module
+    place = launch()
+    if place is None or place.size == 1:
+        yield
+        return
+    console = sys.stderr
+    if place.rank:
+        sys.stdout, sys.stderr = open(os.devnull, 'w'), io.StringIO()
+    status, text = 0, ''
+    try:
+        yield
+    except _AllRanksLeave:
+        raise
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if place.rank:
+            text = (sys.stderr.getvalue().strip().splitlines() or [f'exit status {status}'])[-1]
+    except BaseException:
+        status, text = 1, traceback.format_exc()
+    if status:
+        if place.rank:
+            time.sleep(GRACE)
+            text = f'rank {place.rank} on {os.uname().nodename}: {text}'
+        if text and console is not None:
+            print(text, file=console, flush=True)
+        if abort_ranks:
+            abort_ranks(status)
+        sys.exit(status)
+
+
+@contextlib.contextmanager
+def _with_messages(program):
     _mend_streams()
-    status, line, failure, at_prompt = 0, '', None, True
+    status, line, failure, at_prompt, kind = 0, '', None, True, SystemExit
     try:
         yield
     except UserError as error:
@@ -62,7 +117,7 @@ def exits_cleanly(program):
         status, line = 2, (f'not enough memory ({error or "size unknown"}); '
                            'give smaller sizes or a smaller batch, or end other programs')
     except Interrupted as error:
-        status = 128 + error.signal
+        status, kind = 128 + error.signal, _AllRanksLeave
     except KeyboardInterrupt:
         status, at_prompt = 130, False                      # 128 + SIGINT
     except OSError as error:
@@ -84,7 +139,7 @@ def exits_cleanly(program):
         elif not at_prompt and sys.stderr.isatty():
             print(file=sys.stderr)                          # start a new line below the terminal's ^C
     if status:
-        sys.exit(status)
+        raise kind(status)
 
 
 def _mend_streams():

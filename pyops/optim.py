@@ -133,7 +133,7 @@ class Optimizer:
                     raise ValueError('optimizer: a Tensor is in two parameter groups; give each Tensor once')
                 self._tensors += tensors
                 self.param_groups.append(Group(self, tensors))
-                found = _units(tensors)
+                found = update_units(tensors)
                 units += found
                 self._groups += [self.param_groups[-1]] * len(found)
             whole = {id(unit) for unit in units}
@@ -556,7 +556,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> float:
     if not isinstance(max_norm, numbers.Real) or not max_norm > 0:
         raise ValueError(f'clip_grad_norm_: max_norm: expected a number > 0, got {max_norm}')
     given = [parameters] if hasattr(parameters, 'requires_grad') else list(parameters)
-    units = [unit for unit in _units(x for x in given if x.grad is not None) if unit.grads is not None]
+    units = [unit for unit in update_units(x for x in given if x.grad is not None) if unit.grads is not None]
     if not units:
         return 0.0
     norm, norms = backend.zeros(1), None if len(units) == 1 else backend.zeros(len(units))
@@ -584,7 +584,7 @@ def _unique(params: Any) -> list[Tensor]:
     return trained
 
 
-def _units(tensors: Iterable[Tensor]) -> list[Any]:
+def update_units(tensors: Iterable[Tensor]) -> list[Any]:
     """Group Tensors into units that one call can update: whole Parameters, and single Tensors."""
     homes: dict[int, tuple[Any, list[Tensor]]] = {}
     units: list[Any] = []

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from arrays import close
 from conftest import ROOT
+from ranks import needs_mpi, run_ranks
 from translation import assert_same_training, newest
 
 from examples import language_model, word_lstm
@@ -42,7 +43,7 @@ def test_every_example_starts_from_any_folder_as_a_file_and_as_a_module(name, wa
 
 
 def test_every_example_has_a_test_below():
-    assert EXAMPLES == ['digits_cnn', 'language_model', 'mlp_on_tensors', 'residual_cnn', 'vision_transformer', 'word_lstm']
+    assert EXAMPLES == ['data_parallel', 'digits_cnn', 'language_model', 'mlp_on_tensors', 'residual_cnn', 'vision_transformer', 'word_lstm']
 
 
 def test_gradients_from_the_tape_are_those_by_hand_bit_for_bit():
@@ -115,6 +116,17 @@ def test_the_words_of_the_lstm_are_predicted_better_than_by_chance():
     *epochs, text = run('word_lstm')
     perplexities = [float(line.split()[-1]) for line in epochs]
     assert perplexities[-1] < perplexities[0] < WORDS / 4 and len(text.split()) >= 15
+
+
+@needs_mpi
+def test_two_processes_train_like_one():
+    status, out, err = run_ranks(2, '-m', 'examples.data_parallel')
+    assert status == 0, err
+    *alone, last = run('data_parallel')
+    *together, same = out.splitlines()
+    assert last == same == 'all ranks have the same parameters' and len(alone) == len(together) == 6
+    losses = [[float(line.split()[-1]) for line in lines] for lines in (alone, together)]
+    assert losses[0][-1] < 0.5 * losses[0][0] and np.allclose(*losses, atol=2e-3)
 
 
 # ---- the language model ------------------------------------------------------------------------------------------------

