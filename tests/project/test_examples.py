@@ -43,7 +43,8 @@ def test_every_example_starts_from_any_folder_as_a_file_and_as_a_module(name, wa
 
 
 def test_every_example_has_a_test_below():
-    assert EXAMPLES == ['data_parallel', 'digits_cnn', 'language_model', 'mlp_on_tensors', 'residual_cnn', 'vision_transformer', 'word_lstm']
+    assert EXAMPLES == ['data_parallel', 'digits_cnn', 'language_model', 'mlp_on_tensors', 'residual_cnn',
+                        'vision_transformer', 'word_lstm']
 
 
 def test_gradients_from_the_tape_are_those_by_hand_bit_for_bit():
