@@ -224,7 +224,7 @@ format: .venv/test-ready ## format the C and CUDA code
 	.venv/bin/clang-format -i $(C_FILES)
 
 test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all` runs them on all instruction sets and on the emulator
-	$(PYTEST) tests
+	$(PYTEST) $(if $(WRITE_PASSED),--write-passed=$(WRITE_PASSED)) tests
 
 # The AVX-512 tiles use the compiler's vector types, so a CPU without AVX-512 runs the same code, compiled for AVX2.  The
 # instructions of AMX are emulated in C.
@@ -232,10 +232,11 @@ lowered: ## build the library for CPUs without AVX-512 or AMX: AVX-512 compiled 
 	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma'
 
 # The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too.
+# SKIP_PASSED=FILE leaves out of it the tests that passed in `make test WRITE_PASSED=FILE`.
 test-all: cpu .venv/test-ready lint $(if $(X86),lowered) ## run the op table on each instruction set and on the emulated CUDA library, then all tests
 	for isa in generic $(if $(X86),amx_bf16 $(if $(shell grep -ls avx512dq /proc/cpuinfo),avx2 $(shell grep -ohm1 avx512_bf16 /proc/cpuinfo | sed s/_bf16//),avx512)); do $(PYTEST) --on $$isa $(TABLE) || exit 1; done
 	$(MAKE) test-emulated
-	$(PYTEST) --slow tests
+	$(PYTEST) --slow $(if $(SKIP_PASSED),--skip-passed=$(SKIP_PASSED)) tests
 
 # The tests of everything that allocates on the current device, on the emulated CUDA library; then the table again with other
 # thread orders.  EMULATED_TESTS=all adds autograd, functions, layers and random chains, which takes minutes.

@@ -40,6 +40,8 @@ def pytest_addoption(parser):
                      help=f'run the tests on {", ".join(backends.BACKENDS)} (cpu: the best instruction set of this machine). '
                           'Builds nothing. Default: as PYOPS_BACKEND and PYOPS_ISA select')
     parser.addoption('--slow', action='store_true', help='also run the tests marked slow, as `make test-all` does')
+    parser.addoption('--write-passed', metavar='FILE', type=Path, help='write the names of the tests that passed to FILE')
+    parser.addoption('--skip-passed', metavar='FILE', type=Path, help='do not run the tests named in FILE')
 
 
 def pytest_configure(config):
@@ -55,8 +57,19 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker('slow'):
                 item.add_marker(pytest.mark.skip(reason='slow: run pytest with --slow, or `make test-all`'))
+    if names := config.getoption('--skip-passed'):
+        passed = set(names.read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
     # slow tests first, so that no worker waits at the end for another's
     items.sort(key=lambda item: item.get_closest_marker('slow') is None)
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    if (path := config.getoption('--write-passed')) and not hasattr(config, 'workerinput'):     # not in a worker of xdist
+        stats = config.pluginmanager.get_plugin('terminalreporter').stats
+        path.write_text(''.join(f'{report.nodeid}\n' for report in stats.get('passed', []) if report.when == 'call'))
 
 
 @pytest.fixture(scope='session', autouse=True)

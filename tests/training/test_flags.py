@@ -120,8 +120,9 @@ def test_a_package_of_programs_lists_them(package):
     assert listed == [f'{package}.{name}' for name in PACKAGES[package]]
 
 
-@pytest.mark.parametrize('program, words', [('pyops', ['gradcheck', 'inspect', 'serve']), ('pyops.data', ['list', 'get']),
-                                            ('pyops.inspect', ['draw', 'serve', 'compare'])])
+@pytest.mark.parametrize('program, words', [
+    ('pyops', ['doctor', 'train', 'translate', 'evaluate', 'data', 'gradcheck', 'inspect', 'serve', 'export']),
+    ('pyops.data', ['list', 'get']), ('pyops.inspect', ['draw', 'serve', 'compare'])])
 def test_a_tool_without_a_command_lists_its_commands(program, words):
     status, out, error = run_program(program)
     assert (status, out) == (2, 'False\n') and error.startswith('usage: python -m ')
