@@ -93,7 +93,7 @@ def _remade(values: np.ndarray, device: str, is_mask: bool = False) -> NDArray:
 
 def live_buffers() -> list[Buffer]:
     """Return all Buffers that are still referenced; for memory tests."""
-    return [found for found in gc.get_objects() if type(found) is Buffer and found.owner is not None]
+    return [found for found in gc.get_objects() if isinstance(found, Buffer) and found.owner is not None]
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -113,6 +113,13 @@ def _fits(shape: Shape, to: Shape) -> bool:
     """Return whether an array of `shape` can be broadcast to `to`."""
     missing = len(to) - len(shape)
     return missing >= 0 and all(n in (1, size) for n, size in zip(shape, to[missing:], strict=True))
+
+
+@functools.lru_cache(8192)
+def _reduced_shapes(shape: Shape, axes: Shape) -> tuple[Shape, Shape]:
+    """Return the shape after a reduction over axes with keepdims, and without."""
+    return (tuple([1 if d in axes else n for d, n in enumerate(shape)]),
+            tuple([n for d, n in enumerate(shape) if d not in axes]))
 
 
 def _checked(shape: Shape) -> Shape:
@@ -436,9 +443,10 @@ class NDArray(Array, Methods):
             raise self._freed()
         n, asked, ids = self.shape[0], ids, _ids(ids, self.shape[0], self.device)
         y = _new(_checked(ids.shape + self.shape[1:]), self.dtype, self.device, 'take')
-        width = math.prod(self.shape[1:])
+        width, x, count = math.prod(self.shape[1:]), self.compact(), ids.size
         try:
-            self.device.take(y.reshape(ids.size, width), self.compact().reshape(n, width), ids.reshape(ids.size))
+            self.device.take(_matrix(y, count, width), _matrix(x, n, width),
+                             NDArray(ids.buffer, ids.offset, (count,), (1,), INT))
         except IndexError:
             wrong = next((i for i in np.asarray(asked).reshape(-1).tolist() if not -n <= i < n), None)
             if wrong is None:
@@ -561,7 +569,7 @@ class NDArray(Array, Methods):
             if other is NotImplemented:
                 return NotImplemented
         a, b = (other, self) if reflected else (self, other)
-        both_masks = a.is_mask and b.is_mask
+        both_masks = a.buffer.mask is not None and a.is_mask and b.is_mask
         device = a.buffer.device
         if device is not b.buffer.device:
             _same_device(a, b)
@@ -683,7 +691,7 @@ class NDArray(Array, Methods):
 
     def _reduce(self, op: str, axis: Axis, keepdims: bool) -> NDArray:
         axes = normal_axes(axis, len(self.shape))
-        kept = tuple([1 if d in axes else n for d, n in enumerate(self.shape)])
+        kept, shape = _reduced_shapes(self.shape, axes)
         y = _new(kept, self.dtype, self.buffer.device, op)
         if op != 'sum' and 0 in self.shape and any(self.shape[d] == 0 for d in axes):
             raise ValueError(f'{op} of an array of shape {self.shape} over axes {axes}: it is undefined without elements')
@@ -691,10 +699,7 @@ class NDArray(Array, Methods):
             self.buffer.device.reduce(op, y, self)
         if op != 'sum' and self.is_mask:
             _as_mask(y)
-        if keepdims:
-            return y
-        shape = tuple([n for d, n in enumerate(kept) if d not in axes])
-        return NDArray(y.buffer, 0, shape, row_major(shape), y.dtype)
+        return y if keepdims else NDArray(y.buffer, 0, shape, row_major(shape), y.dtype)
 
     def _reduced(self, op: str, axis: Axis, keepdims: bool) -> NDArray:
         if op == 'sum' and self.dtype is not INT and self.is_mask:
@@ -899,6 +904,11 @@ def _operand(other: Any, like: NDArray) -> Any:
     return NotImplemented
 
 
+def _matrix(x: NDArray, rows: int, columns: int) -> NDArray:
+    """View a compact array as a matrix of as many elements: reshape without its checks."""
+    return NDArray(x.buffer, x.offset, (rows, columns), (columns, 1), x.dtype)
+
+
 def _ids(ids: Any, n: int, device: Device) -> NDArray:
     """Convert row numbers to a compact int32 array; negative ones count from the end of n rows."""
     if isinstance(ids, NDArray) and ids.dtype is INT and not ids.is_mask:
@@ -906,7 +916,7 @@ def _ids(ids: Any, n: int, device: Device) -> NDArray:
     ids = np.asarray(ids)
     if ids.size and ids.dtype.kind not in 'iu':
         raise IndexError(f'arrays used as indices must be of integers, got {ids.dtype}')
-    return array(np.where(ids < 0, ids + n, ids), INT, device)
+    return array(np.where(ids < 0, ids + n, ids) if ids.size and ids.min() < 0 else ids, INT, device)
 
 
 def _as_mask(a: NDArray) -> NDArray:
@@ -1260,14 +1270,16 @@ def where(condition: Any, a: Any, b: Any) -> NDArray:
     shape = broadcast_shape(condition.shape, a.shape, b.shape)
     for x in a, b:
         _same_device(condition, x)
-    a, b = (x._cast(common).broadcast_to(shape).bits_of() for x in (a, b))
-    chosen = -(condition != 0)._cast(INT)                   # all bits are 1, or none
+    a, b = (x._cast(common) for x in (a, b))
+    a, b = ((x if x.shape == shape else x.broadcast_to(shape)).bits_of() for x in (a, b))
+    chosen = -(condition if condition.is_mask else condition != 0)._cast(INT)       # all bits are 1, or none
     chosen = chosen.reshape(*chosen.shape, 1) if common is DOUBLE else chosen
-    bits = ((a ^ b) & chosen) ^ b
-    if common is INT:
-        return _as_mask(bits) if both_masks else bits
-    y = _new(shape, common, condition.device, 'where')
-    condition.device.unary('copy', y.bits_of(), bits)
+    device, y = condition.device, _new(shape, common, condition.device, 'where')
+    bits = y.bits_of()
+    if 0 not in shape:
+        device.binary('xor', bits, a, b)
+        device.binary('and', bits, bits, chosen)
+        device.binary('xor', bits, bits, b)                 # ((a ^ b) & chosen) ^ b
     return _as_mask(y) if both_masks else y
 
 

@@ -1,17 +1,18 @@
 """The CPU: memory shared with numpy, kernel launches through cffi, and replay."""
 import math
 import os
+import sys
 import weakref
 
 import _cffi_backend
 import numpy as np
 
 from pyops import CPU_PRECISIONS, PRECISIONS
-from pyops.backend import library
+from pyops.backend import library, state
 from pyops.backend.arrays import ALIGN, Array, as_shape, location
 from pyops.backend.calls import Calls
 from pyops.backend.device import DTYPES, ERRORS, Buffer, Device, not_compact, wrong_dtype
-from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations
+from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations, layout
 
 _ffi = _cffi_backend.FFI()
 _ADDRESS, _CData, _NULL, _BYTE = _ffi.typeof('intptr_t'), _ffi.CData, _ffi.NULL, np.dtype(np.uint8)
@@ -140,10 +141,40 @@ class _Lease:
                                     'typestr': np.dtype(dtype).str}
 
 
+class _SmallBuffer(Buffer):
+    """A Buffer of a few KiB whose memory the next one of the same size reuses: new memory takes three times as long.
+
+    Memory that anything else refers to is not reused.  A numpy array over it has a reference to `owner` or to its base, and
+    so does whatever shares memory with that array.
+    """
+    __slots__ = ('blocks',)             # [(owner, pointer)]: memory of this size that is free
+    unshared = None                     # the numbers of references that __del__ finds if there are no others
+
+    def __del__(self, references=sys.getrefcount):
+        owner, pointer = self.owner, self.pointer
+        if owner is None:               # freed
+            return
+        found = references(owner), references(owner.base), references(pointer)
+        if found == self.unshared and len(self.blocks) < KEPT_BLOCKS:
+            self.blocks.append((owner, pointer))
+        elif self.unshared is None:
+            type(self).unshared = found
+
+
+SMALL, KEPT_BLOCKS, KEPT_SIZES = 8192, 16, 256      # bytes of a small Buffer, free blocks of a size, numbers of sizes
+
+
 class CPU(KernelOperations, Host):
-    """The CPU, with the kernels of csrc/ for all operations."""
+    """The CPU, with the kernels of csrc/ for all operations.  Those on NDArrays are called without `launch` unless a plan
+    records: its checks of the arguments take as long as a small operation."""
     name = 'cpu'
     _precision = 'fp32'
+
+    def __init__(self):
+        super().__init__()
+        self._free = {FLOAT: {}, INT: {}, DOUBLE: {}}       # dtype -> {number of elements: [(owner, pointer)]}
+        self._direct = {}                                   # (family of kernels, dtype) -> function of the library
+        self.allocate((1,), FLOAT, '')                      # its deletion sets _SmallBuffer.unshared
 
     @property
     def precision(self):
@@ -160,6 +191,70 @@ class CPU(KernelOperations, Host):
 
     def wrap(self, owner, foreign=False):
         return Buffer(self, owner, _from_buffer(_KINDS[owner.dtype], owner), foreign)
+
+    def allocate(self, shape, dtype, name):
+        count, sizes = math.prod(shape), self._free.get(dtype)
+        if state.on_allocate is not None or sizes is None or not 0 < count * dtype.itemsize <= SMALL:
+            return super().allocate(shape, dtype, name)
+        blocks = sizes.get(count)
+        if blocks is None:
+            if len(sizes) >= KEPT_SIZES:
+                sizes.clear()
+            blocks = sizes[count] = []
+        try:
+            owner, pointer = blocks.pop()
+        except IndexError:
+            owner = aligned(np.empty, (count,), dtype)
+            pointer = _from_buffer(_KINDS[dtype], owner)
+        buffer = _SmallBuffer(self, owner, pointer)
+        buffer.blocks = blocks
+        return buffer
+
+    # ---- operations on NDArrays
+
+    def _call(self, family, arrays, where, *rest):
+        """Call the strided kernel of a family for the dtype of the result, arrays[0], without `launch`.  Return whether it ran:
+        not while a plan records, nor with freed memory, for which `launch` raises the error."""
+        if state.on_launch is not None:
+            return False
+        dtype = arrays[0].dtype
+        function = self._direct.get((family, dtype)) or self._function(family, dtype)
+        try:
+            status = function(*[x.buffer.pointer + x.offset for x in arrays], *where, *rest, _NULL)
+        except TypeError:
+            return False
+        if status:
+            self.check(status)
+        return True
+
+    def _function(self, family, dtype):
+        name = f'pyops_{family}' + {FLOAT: '', INT: '_int32', DOUBLE: '_double'}[dtype]
+        found = self._direct[family, dtype] = getattr(library.cpu().lib, name)
+        return found
+
+    def unary(self, op, y, x):
+        where = layout(y.shape, y.shape, y.strides, x.shape, x.strides)
+        if not self._call('strided_unary', (y, x), where, self._numbers[op]):
+            super().unary(op, y, x)
+
+    def binary(self, op, y, a, b):
+        where = layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides)
+        if not self._call('strided_binary', (y, a, b), where, self._numbers[op]):
+            super().binary(op, y, a, b)
+
+    def scalar(self, op, y, x, value, reflected):
+        where = layout(y.shape, y.shape, y.strides, x.shape, x.strides)
+        if y.dtype is DOUBLE or not self._call('strided_scalar', (y, x), where, self._numbers[op], reflected, value):
+            super().scalar(op, y, x, value, reflected)
+
+    def fill(self, y, value):
+        if y.dtype is DOUBLE or not self._call('strided_fill', (y,), layout(y.shape, y.shape, y.strides), value):
+            super().fill(y, value)
+
+    def reduce(self, op, y, x):
+        where = layout(x.shape, y.shape, y.strides, x.shape, x.strides)
+        if not self._call('strided_reduce', (y, x), where, self._numbers[op]):
+            super().reduce(op, y, x)
 
 
 HOST = CPU()

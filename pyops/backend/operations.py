@@ -15,7 +15,7 @@ _CONVERSIONS = {(FLOAT, INT): 'strided_from_int32', (INT, FLOAT): 'strided_to_in
 
 
 @functools.lru_cache(8192)
-def _layout(shape, *operands):
+def layout(shape, *operands):
     """Return shape and strides as C arrays, and the number of axes.  operands: shape and strides of each operand, which is
     broadcast to `shape`."""
     ffi, strides = library.cpu().ffi, []
@@ -48,18 +48,18 @@ class KernelOperations(Device):
 
     def unary(self, op, y, x):
         self.launch(f'strided_unary{_suffix(y)}', y, x,
-                    *_layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
+                    *layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
 
     def binary(self, op, y, a, b):
         self.launch(f'strided_binary{_suffix(y)}', y, a, b,
-                    *_layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides), self._numbers[op])
+                    *layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides), self._numbers[op])
 
     def scalar(self, op, y, x, value, reflected):
         if y.dtype is DOUBLE:
             number = self._number(y, value)
             return self.binary(op, y, *((number, x) if reflected else (x, number)))
         self.launch(f'strided_scalar{_suffix(y)}', y, x,
-                    *_layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op], reflected, value)
+                    *layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op], reflected, value)
 
     def _number(self, like, value):
         """Return an array of shape () on this device: kernels for float64 take no scalars."""
@@ -69,16 +69,16 @@ class KernelOperations(Device):
         if y.dtype is DOUBLE:
             return self.unary('copy', y, self._number(y, value))
         self.launch(f'strided_fill{_suffix(y)}', y,
-                    *_layout(y.shape, y.shape, y.strides), value)
+                    *layout(y.shape, y.shape, y.strides), value)
 
     def convert(self, y, x):
         if DOUBLE in (x.dtype, y.dtype):
             _suffix(x), _suffix(y)              # raise for a GPU
-        self.launch(_CONVERSIONS[y.dtype, x.dtype], y, x, *_layout(y.shape, y.shape, y.strides, x.shape, x.strides))
+        self.launch(_CONVERSIONS[y.dtype, x.dtype], y, x, *layout(y.shape, y.shape, y.strides, x.shape, x.strides))
 
     def reduce(self, op, y, x):
         self.launch(f'strided_reduce{_suffix(y)}', y, x,
-                    *_layout(x.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
+                    *layout(x.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
 
     def softmax(self, y, x, outer, n, inner, log):
         self.launch('softmax_forward', y, x, outer, n, inner, log)
@@ -96,7 +96,7 @@ class KernelOperations(Device):
         (*batch, M, N), K = y.shape, a.shape[-1]
         if y.dtype is DOUBLE:
             operands = [part[:-2] for x in (y, a, b) for part in (x.shape, x.strides)]
-            self.launch('matmul_double', y, a, b, *_layout(tuple(batch), *operands),
+            self.launch('matmul_double', y, a, b, *layout(tuple(batch), *operands),
                         M, N, K, N, *a.strides[-2:], *b.strides[-2:])
         elif y.dtype is not FLOAT:              # a sum of outer products, exact modulo 2^32
             self.fill(y, 0)
@@ -104,7 +104,7 @@ class KernelOperations(Device):
                 y += a[..., k:k + 1] * b[..., k:k + 1, :]
         elif batch:
             operands = [part[:-2] for x in (y, a, b) for part in (x.shape, x.strides)]
-            self.launch('gemm_batched', y, a, b, *_layout(tuple(batch), *operands),
+            self.launch('gemm_batched', y, a, b, *layout(tuple(batch), *operands),
                         M, N, K, N, *a.strides[-2:], *b.strides[-2:], False)
         else:
             self.launch('gemm', y, a, b, None, M, N, K, N, *a.strides, *b.strides, False, False)

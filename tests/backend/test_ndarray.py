@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
@@ -867,3 +868,60 @@ def test_the_oracle_needs_no_kernels():
     out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, text=True, capture_output=True,
                          env=os.environ | {'PYOPS_BACKEND': 'numpy', 'PYOPS_LIBRARY': '/nowhere'})
     assert out.stdout == '87 pyops.numpy_device()\n', out.stderr
+
+
+# ---- memory of small arrays --------------------------------------------------------------------------------------------
+
+HOLDERS = {
+    'numpy': lambda a: a.numpy(), 'part of numpy': lambda a: a.numpy()[3:30], 'view': lambda a: a[3:30], 'T': lambda a: a.T,
+    'memoryview': lambda a: memoryview(a.numpy()), 'dlpack': lambda a: np.from_dlpack(a),
+    'kernel array': lambda a: a.kernel_view(),
+    'tensor': lambda a: Tensor(a), 'bits': lambda a: a.bits_of(), 'owner': lambda a: a.buffer.owner,
+    'pointer': lambda a: a.buffer.pointer, 'view of the owner': lambda a: a.buffer.owner[3:30].view(np.int32),
+}
+
+
+@pytest.mark.parametrize('name', HOLDERS)
+def test_memory_of_a_small_array_is_not_reused_while_anything_refers_to_it(name):
+    device = ndarray.cpu()
+    for n in (37, 300):
+        a, threes = (array(np.full(n, value, np.float32), device=device) for value in (7, 3))
+        a = a.copy()                                        # in memory of the device
+        place, held = a.location(), HOLDERS[name](a)
+        del a
+        later = [threes.copy() for _ in range(40)]
+        assert all(x.location() != place for x in later)
+        if name != 'pointer':
+            values = np.asarray(held.array if name == 'tensor' else held)
+            assert (values.view(np.float32) == 7).all()
+        del held
+
+
+def test_memory_of_a_small_array_is_reused_when_nothing_refers_to_it():
+    device = ndarray.cpu()
+    for dtype in ('float32', 'int32', 'float64'):
+        a = ndarray.empty(37, dtype, device)
+        place = a.location()
+        part = a[2:].T.reshape(-1)
+        del a
+        assert ndarray.empty(37, dtype, device).location() != place
+        del part
+        found = [ndarray.empty(37, dtype, device) for _ in range(2)]
+        assert place in [x.location() for x in found] and found[0].location() != found[1].location()
+
+
+def test_threads_do_not_share_the_memory_of_small_arrays():
+    device, wrong = ndarray.cpu(), []
+
+    def work(number):
+        for i in range(300):
+            x = array(np.full(40, number * 1000 + i, np.float32), device=device)
+            y = (x + x) * 0.5 - x
+            if not ((x.numpy() == number * 1000 + i).all() and not y.numpy().any()):
+                wrong.append((number, i))
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
