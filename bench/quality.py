@@ -32,7 +32,7 @@ from pyops.flags import ArgumentParser, output_file, positive_float, positive_in
 PROGRAM = 'bench.quality'
 RECIPE = '--recipe minutes-30'
 # settings that the twin does not have; for all other flags of transformer.train see _settings
-REFUSED = 'accumulate', 'bpe_dropout', 'ema', 'quant', 'quant_layers'
+REFUSED = 'accumulate', 'parts', 'bpe_dropout', 'ema', 'quant', 'quant_layers'
 CALIBRATION, RUN = 0, 1     # numbers of runs, for learners.Learner.turn
 WARM_UP = 3                 # turns of one step before the calibration
 FOREVER = 10**9             # steps, of a calibration

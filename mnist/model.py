@@ -64,8 +64,9 @@ class MLP:
         y, _ = self.linear2.forward(self.relu.forward(a)[0])
         launch('argmax', classes, y, len(y), self.config.classes)
 
-    def backward(self, ctx):
-        dy = self.loss.backward(self.one, ctx.pop())
+    def backward(self, ctx, dloss=None):
+        """Add to params.grads.   dloss (1,): the gradient of the loss, None for 1"""
+        dy = self.loss.backward(self.one if dloss is None else dloss, ctx.pop())
         dr = self.linear2.backward(dy, ctx.pop())
         da = self.relu.backward(dr, ctx.pop())
         self.linear1.backward(da, ctx.pop())

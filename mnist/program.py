@@ -13,6 +13,7 @@ from pyops.flags import (
     positive_float,
     positive_int,
     use_device,
+    use_ranks,
 )
 from pyops.inspect.flags import add_saving_flags
 
@@ -48,9 +49,11 @@ def parser(program, description, hidden, hidden_help):
     return p
 
 
-def load(args):
-    """Select the device, load the data, print a few lines about it, and return Digits."""
+def load(args, ranks=False):
+    """Select the device, load the data, print a few lines about it, and return Digits.   ranks: join the ranks of a launcher"""
     use_device(args)
+    if ranks:
+        use_ranks(args)
     if args.report:
         from mnist import report
         report.check()

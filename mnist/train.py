@@ -4,9 +4,11 @@
     python -m mnist.train --plan                    print every kernel of a training step
     python -m mnist.train --report out.png          also draw a picture of the results
 """
+import zlib
+
 from mnist import program
 from pyops.errors import exits_cleanly
-from pyops.flags import add_quant_flags
+from pyops.flags import add_quant_flags, add_rank_flags
 from pyops.inspect import flags as saving_flags
 
 PROGRAM = 'mnist.train'
@@ -17,6 +19,7 @@ SMALL = 2**17           # hidden units times batch size up to which a CPU step i
 
 def parser():
     p = program.parser(PROGRAM, 'Train a 784-30-10 MLP on handwritten digits.', 30, 'units of the hidden layer')
+    add_rank_flags(p, '')
     add_quant_flags(p, '$CUSTOM_QUANT_TYPE, else none')
     return p
 
@@ -24,15 +27,20 @@ def parser():
 def main(argv=None):
     args = parser().parse_args(argv)
     wanted = saving_flags.wanted(args)
-    digits = program.load(args)
-    from pyops import backend, fit, quantization  # here, since --help needs no library
+    digits = program.load(args, ranks=True)
+    from pyops import backend, distributed, fit, quantization  # here, since --help needs no library
     from pyops.data.batches import split
+    from pyops.steps import Cut
 
     # model
     (images, labels), evaluated = digits.parts()
+    parts = distributed.number_of_parts(args.parts, args.reduce == 'fast', min(args.batch_size, len(images)))
+    if distributed.size() > 1:
+        distributed.agree(data=zlib.crc32(images) ^ zlib.crc32(labels), flags={
+            name: value for name, value in vars(args).items() if name not in ('data_dir', 'threads', 'report')})
     vars(args).update(quantization.resolve(args))               # the manifest of saved tensors records the recipe
     family = quantization.family_of(vars(args))
-    model, optimizer, step, inputs = prepare(images, labels, args.hidden, args.seed, args.lr, family, not wanted)
+    model, optimizer, whole_step, inputs = prepare(images, labels, args.hidden, args.seed, args.lr, family, not wanted)
     if isinstance(family, quantization.Family):
         print(family.check())
     evaluation = program.Evaluation(*evaluated, model.predict)
@@ -42,11 +50,21 @@ def main(argv=None):
 
     def logged_steps(rows):
         for batch in split(rows, args.batch_size):
-            history.add(step(batch), None, optimizer.norm)
+            history.add(whole_step(batch), None, optimizer.norm)
+
+    cut = Cut(parts, optimizer.count, fast=args.reduce == 'fast')
+
+    def gradients_of_part(rows):
+        cut.note(gradients(model, inputs['images'], inputs['label_table'], rows, cut.share))
+
+    def update(loss):
+        optimizer.step()
+        history.add(loss, None, optimizer.norm)
 
     run = fit.Run(args.seed, args.batch_size)
-    train_step = fit.training_step(args, logged_steps, model.params, fit.first_batch(run, len(images)), '-b or --hidden',
-                                   **inputs, **optimizer.arrays(), **history.arrays())
+    step, cut_arrays = (logged_steps, {}) if parts == 1 else (cut.step(gradients_of_part, update), cut.arrays())
+    train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(images)), '-b or --hidden',
+                                   **inputs, **cut_arrays, **optimizer.arrays(), **history.arrays())
     if train_step is None:
         return
 
@@ -55,7 +73,7 @@ def main(argv=None):
                           chance_loss=program.CHANCE_LOSS)
     train_step = trainer.save_tensors(wanted, train_step, program.about(PROGRAM, args))
     is_large = backend.current_device().is_host and args.hidden * args.batch_size > SMALL
-    at_once = 1 if wanted or is_large else AT_ONCE
+    at_once = 1 if wanted or is_large or parts > 1 else AT_ONCE
     losses = []
     with trainer:
         for epoch in trainer.epochs():
@@ -64,7 +82,7 @@ def main(argv=None):
             values = epoch.end(correct=evaluation.correct())
             losses.append(values['loss'])
             print(program.epoch_text(values, evaluation), flush=True)
-    if args.report:
+    if args.report and distributed.is_first():
         evaluation.draw_report(args.report, losses)
     trainer.leave()
 
@@ -76,8 +94,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
     pyops.quantization.Family.  as_one: allow the whole step to be one op; its layers take their names from the op.
     """
     from mnist.model import MLP, Config
-    from pyops import backend, ops, plan
-    from pyops.data.batches import gather
+    from pyops import backend, ops
     from pyops.ops import MLPGradients
     from pyops.optim import Adam
 
@@ -90,10 +107,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
         layer_ops.step = optimizer.count
 
     def step(rows):
-        model.params.zero_grads()
-        loss, _, ctx = model.forward(images, rows, gather(label_table, rows, name='labels').reshape(-1))
-        plan.boundary()
-        model.backward(ctx)
+        loss = gradients(model, images, label_table, rows)
         optimizer.step()
         return loss
 
@@ -107,6 +121,17 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
     return model, optimizer, step, dict(images=images, label_table=label_table, one=model.one)
 
 
+def gradients(model, images, label_table, rows, dloss=None):
+    """Zero the gradients, compute those of a batch, and return its mean loss (1,).   dloss (1,): None for 1"""
+    from pyops import plan
+    from pyops.data.batches import gather
+    model.params.zero_grads()
+    loss, _, ctx = model.forward(images, rows, gather(label_table, rows, name='labels').reshape(-1))
+    plan.boundary()
+    model.backward(ctx, dloss)
+    return loss
+
+
 if __name__ == '__main__':
-    with exits_cleanly(PROGRAM):
+    with exits_cleanly(PROGRAM, ranks=True):
         main()

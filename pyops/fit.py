@@ -5,18 +5,19 @@ Also the steps before it: running a step from its plan, restoring a checkpoint, 
 import contextlib
 import math
 import os
+import signal
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from pyops import backend, checkpoint, plan
+from pyops import backend, checkpoint, distributed, plan
 from pyops.backend.kernels import Kernel, declare
 from pyops.data.batches import FixedBatches
 from pyops.errors import Interrupted, UserError
 from pyops.flags import plan_requested
-from pyops.steps import SizedSteps, Steps
+from pyops.steps import CutStep, CutSteps, SizedSteps, Steps
 from pyops.training import Interrupt, Metrics, Output, Progress
 
 
@@ -93,9 +94,12 @@ def training_step(args, step, params, rows, smaller='-b', sizes=None, filled=Non
     step(rows), params, inputs: as for Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
     sizes(rows): the sizes of a batch, and the step is step(rows, *sizes), as for SizedSteps;  None: a batch has no other sizes
     filled(rows): as for SizedSteps
+    step may be a CutStep; then the functions above are those of a part, and --plan and so on describe the step of a part.
     The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
     UserError if the step does not fit in memory.
     """
+    if isinstance(step, CutStep):
+        return _cut_step(args, step, params, rows, smaller, sizes, filled, inputs)
     if args.no_plan and not plan_requested(args):
         return (lambda rows: step(backend.put(rows), *sizes(rows))) if sizes else step
     steps = SizedSteps(step, sizes, params, filled, **inputs) if sizes else Steps(step, params, **inputs)
@@ -107,6 +111,27 @@ def training_step(args, step, params, rows, smaller='-b', sizes=None, filled=Non
     if text := plan.before_training(args, recorded):
         print(text, flush=True)
     return steps
+
+
+def _cut_step(args, step, params, rows, smaller, sizes, filled, inputs):
+    """Return training_step(...) for a CutStep."""
+    gradients = training_step(args, step.gradients, params, step.cut.first_part(rows), smaller, sizes, filled, **inputs)
+    if gradients is None:
+        return None
+
+    def update():
+        step.update(step.cut.loss)
+
+    if not args.no_plan:
+        with plan.Plan(params, run=False, **inputs) as recorded:
+            update()
+        update = recorded.run
+    if args.listing != 'nothing':
+        ranks, hosts = distributed.size(), len(set(distributed.hosts()))
+        print(f'parts : {step.cut.parts} of each batch, on {ranks} rank{"s" * (ranks > 1)}'
+              + f' on {hosts} host{"s" * (hosts > 1)}, {backend.threads()} threads each' * (ranks > 1)
+              + '; the step above is that of a part, without the update', flush=True)
+    return CutSteps(step.cut, gradients, update, params)
 
 
 def steps_left(run, batches, epochs, max_steps=math.inf):
@@ -230,6 +255,9 @@ class Trainer:
         """
         if wanted is None:
             return train_step
+        if isinstance(train_step, CutSteps):
+            raise UserError(f'{wanted.folder}: tensors are saved only of whole batches; give --parts 1 and start one process, '
+                            'or leave out --save-tensors')
         from pyops.inspect.saving import Saving
         first = int(backend.get(self._optimizer.count)[0])
         steps = steps_left(self.run, self._batched, self._epochs, self._left)
@@ -262,11 +290,12 @@ class Trainer:
             if self._saving:
                 stack.enter_context(self._saving)
             self._output = stack.enter_context(Output())
-            if self._saver:
+            writes = self._saver is not None and distributed.is_first()
+            if writes:
                 self.run.id = self.run.id or os.urandom(4).hex()
                 stack.enter_context(checkpoint.claim(self._saver.folder))
-            self._stop = stack.enter_context(Interrupt(saves=self._saver is not None))
-            if self._saver:
+            self._stop = stack.enter_context(Interrupt(self._saver is not None, distributed.is_first()))
+            if writes:
                 self._metrics = stack.enter_context(Metrics(self._saver.folder, self.run.epoch, self.run.id))
             self._stack = stack.pop_all()
         return self
@@ -293,7 +322,12 @@ class Trainer:
                 return
 
     def _is_over(self):
-        return bool(self._stop or self._output.failure) or self._left <= 0
+        """Return whether to end the run now.  All ranks call it after the same steps, and get the same answer."""
+        failed = int(self._output.failure is not None)
+        reason = distributed.largest(1 + self._stop.signal if self._stop else failed)
+        if reason > 1:
+            self._stop.signal = signal.Signals(reason - 1)      # which another rank may have got
+        return bool(reason) or self._left <= 0
 
     def _batches(self, end, at_once, progress):
         """Yield the indices of the batches of an epoch, and after each do what is due: see Epoch.batches."""
@@ -348,7 +382,7 @@ class Trainer:
         self._display.update(run.position, loss=run.loss)
 
     def _check(self, problem, end):
-        if problem:                                     # finished epochs: programs number the current one from 0 or 1
+        if problem and distributed.is_first():          # finished epochs: programs number the current one from 0 or 1
             raise UserError(f'{problem} at [{self.run.position}/{end}] after {self.run.epoch} epochs; lower the learning rate '
                             'with -l' + (f'; {checkpoint.last(self._saver.last)}' if self._saver else ''))
 
@@ -482,6 +516,8 @@ class Saver:
         self._replaced = found.path if found.by_time else None
         if found.path and checkpoint.is_automatic(found.path) and not found.by_time and 'kept' in found.state['run']:
             run.kept.append(os.path.basename(found.path))       # its state has the names of the earlier ones
+        if not distributed.is_first():
+            return
         names_and_state = 2 ** 20                               # bytes
         size = sum(tensor.nbytes for tensor in tensors(params, optimizer).values())
         checkpoint.check_free_space(self.folder, size + names_and_state)
@@ -494,7 +530,10 @@ class Saver:
         `keep`, no other file is ever removed.
         Raises UserError, and saves nothing, if a parameter is not finite: a step can cause that after its loss was computed,
         and such a checkpoint is useless.
+        Of several ranks only rank 0 saves; the others return the path of the checkpoint that the run started from.
         """
+        if not distributed.is_first():
+            return self.last
         if not np.isfinite(backend.get(self._params.values)).all():
             raise UserError(f'after {self._run.epoch} epochs parameters are no longer finite, and they are not saved; '
                             f'lower the learning rate with -l; {checkpoint.last(self.last)}')
@@ -515,7 +554,8 @@ class Saver:
             return
         if run.best is None or (value < run.best if self._metric == 'validation' else value > run.best):
             run.best, run.best_epoch = value, run.epoch
-            checkpoint.save(os.path.join(self.folder, checkpoint.BEST), *self._content(by_time=False))
+            if distributed.is_first():
+                checkpoint.save(os.path.join(self.folder, checkpoint.BEST), *self._content(by_time=False))
 
     def _content(self, by_time):
         """Return the tensors and the state of a checkpoint."""

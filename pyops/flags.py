@@ -137,6 +137,29 @@ def use_device(args):
         backend.set_threads(args.threads)
 
 
+def add_rank_flags(parser, default):
+    """--parts N, --reduce NAME: how ranks (pyops.distributed) share a batch.   default: of --parts, for --help"""
+    group = parser.group('several processes')
+    group.add_argument('--parts', type=power_of_two, metavar='N',
+                       help='cut each batch into N parts, a power of two, whose gradients are added in a fixed order: with the '
+                       f'same N, any number of ranks up to N trains the same bits (default: {default}1, under mpirun 8)')
+    group.add_argument('--reduce', choices=('exact', 'fast'), default='exact',
+                       help='exact: the fixed order; fast: the order of the MPI library, and one part for each rank '
+                       '(default %(default)s)')
+
+
+def use_ranks(args):
+    """Join the ranks that a launcher started, and give each its share of the cores.  Call it after use_device()."""
+    from pyops import backend, distributed
+    distributed.init()
+    if distributed.size() == 1:
+        return
+    if args.gpu:
+        raise UserError(f'-g 1: {distributed.size()} ranks train on CPUs only; give -g 0, or start one process')
+    if not args.threads and not os.environ.get('OMP_NUM_THREADS'):
+        backend.set_threads(distributed.share_cores())
+
+
 def add_quant_flags(parser, default):
     """--quant, --quant-layers: which operands of matrix products are rounded to which number format (pyops.quantization).
     default: the recipe without --quant, for --help."""
@@ -229,6 +252,7 @@ def output_file(text):
 
 
 LARGEST_INT = 10**18 - 1        # fits C's int64_t
+POWERS_OF_TWO = [2 ** exponent for exponent in range(11)]
 
 
 def positive_int(text):
@@ -244,6 +268,13 @@ def non_negative_int(text):
 def int_up_to(most):
     """Return an argparse type: a whole number from 1 to `most`, for sizes where a typing error asks for too much memory."""
     return lambda text: _int(text, 1, most)
+
+
+def power_of_two(text):
+    """An argparse type: 1, 2, 4, ..., 1024."""
+    if text in map(str, POWERS_OF_TWO):
+        return int(text)
+    raise _unexpected(text, 'a power of two from 1 to 1024')
 
 
 def positive_float(text):

@@ -1,11 +1,14 @@
-"""Training steps replayed from plans: a plan for each number of rows, or one plan for batches of all sizes."""
+"""Training steps replayed from plans: a plan for each number of rows, or one plan for batches of all sizes.
+
+Also steps on batches that are cut into parts, which several ranks share."""
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyops import backend
+from pyops import backend, distributed
 from pyops.backend import library
 from pyops.plan import Plan
 
@@ -190,3 +193,111 @@ class SizedPlan(Plan):
             raise ValueError(f'the step makes other launches with sizes {tuple(sizes)} than with {self.capacity}; '
                              'record a plan for each size')
         return [[value if isinstance(value, list | float) else int(value) for value in values] for _, values in calls]
+
+
+# ---- batches cut into parts ----------------------------------------------------------------------------------------------
+
+class Cut:
+    """Cuts each batch into the same number of parts, whose gradients add up to the gradient of the batch's mean loss.
+
+    parts: number of parts;  count (1,) int64: the optimizer's step count
+    weights(rows) returns the weight of each sample in the mean loss, such as its number of tokens, integers of 1 or more; the
+    parts get about the same weight.  None: every sample has weight 1.
+    fast: sum over ranks in the order of the MPI library
+
+    Arrays for the step of a part, set by select():
+    share (1,) float32: the share of the part in the mean loss, the gradient of the part's loss;
+    mask (1,) int64: number of the dropout masks, a function of step and part;  weight (1,) int32: of the whole batch
+    """
+
+    def __init__(self, parts: int, count: Array, weights: Callable[[np.ndarray], np.ndarray] | None = None,
+                 fast: bool = False) -> None:
+        self.parts, self.fast, self._count, self._weights = parts, fast, count, weights
+        self.share, self.loss, self.weight = backend.zeros(1), backend.zeros(1), backend.zeros(1, np.int32)
+        self.mask = backend.zeros(1, np.int64)
+        self._shares = np.zeros(parts, np.float32)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return {name: array} for a plan."""
+        return dict(share=self.share, part_loss=self.loss, batch_weight=self.weight, mask=self.mask)
+
+    def split(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the parts of a batch, some of which may be empty, and set their shares.   rows: on the host"""
+        weights = np.ones(len(rows), np.int64) if self._weights is None else self._weights(rows)
+        ends = np.concatenate([[0], np.cumsum(weights)])
+        total = int(ends[-1])
+        edges = np.searchsorted(ends[1:] * self.parts, total * np.arange(1, self.parts), 'right')
+        at = np.concatenate([[0], edges, [len(rows)]])
+        self._shares[...] = np.diff(ends[at]) / total
+        self.weight[...] = total
+        return np.split(rows, edges)
+
+    def first_part(self, rows: np.ndarray) -> np.ndarray:
+        """Return the first part of a batch that is not empty."""
+        return next(part for part in self.split(backend.get(rows)) if len(part))
+
+    def select(self, part: int) -> None:
+        """Set the arrays for the step of this part of the batch that was split last."""
+        self.share[...] = self._shares[part]
+        self.mask[...] = int(backend.get(self._count)[0]) * self.parts + part
+
+    def step(self, gradients: Callable[..., Any], update: Callable[[Array], Any]) -> CutStep:
+        return CutStep(self, gradients, update)
+
+    def note(self, loss: Array) -> None:
+        """Set the part's loss, weighted with its share; call it in the step of a part.   loss (1,): mean over the part"""
+        backend.launch('fill', self.loss, 1, 0.0)
+        backend.launch('axpy', self.loss, loss, self.share, 1)
+
+
+@dataclass(frozen=True)
+class CutStep:
+    """A training step on batches that are cut into parts; pyops.fit.training_step makes CutSteps of it.
+
+    gradients(rows, *sizes): zero the gradients, compute those of a part, and call cut.note() with its loss
+    update(loss): change the parameters and log the step;  loss (1,): mean over the batch
+    """
+    cut: Cut
+    gradients: Callable[..., Any]
+    update: Callable[[Array], Any]
+
+
+class CutSteps:
+    """Calls a step on batches cut into parts: each rank computes the gradients of its parts, they are added in a fixed tree,
+    and every rank updates its parameters.
+
+    gradients(rows): runs CutStep.gradients on a part, such as Steps or SizedSteps;  update(): runs CutStep.update
+    """
+    CHECK_EVERY = 100       # steps after which the parameters of all ranks are compared
+
+    def __init__(self, cut: Cut, gradients: Any, update: Callable[[], Any], params: Parameters) -> None:
+        self.cut, self._gradients, self._update, self._params = cut, gradients, update, params
+        self._sum, self._steps = distributed.GradientSum(params), 0
+        mine = cut.parts // distributed.size()
+        self._mine = range(distributed.rank() * mine, (distributed.rank() + 1) * mine)
+
+    def __call__(self, rows: np.ndarray) -> None:
+        cut, losses = self.cut, np.zeros(self.cut.parts, np.float32)
+        parts = cut.split(backend.get(rows))
+        self._sum.start(len(self._mine))
+        for part in self._mine:
+            if len(parts[part]):
+                cut.select(part)
+                self._gradients(parts[part])
+                losses[part] = backend.get(cut.loss)[0]
+            else:
+                self._params.zero_grads()
+            self._sum.add()
+        self._sum.over_ranks(cut.fast)
+        distributed.all_reduce(losses)          # each is 0 on all ranks but one, so no sum is rounded
+        while len(losses) % 2 == 0:
+            losses = losses[::2] + losses[1::2]
+        cut.loss[...] = losses.sum()
+        self._update()
+        self._steps += 1
+        if self._steps % self.CHECK_EVERY == 0:
+            distributed.same_bits(self._params.values, 'the parameters')
+
+    def plan(self, rows: np.ndarray) -> Plan:
+        """Return the plan of the first part of this batch, recorded but not run."""
+        return self._gradients.plan(self.cut.first_part(rows))

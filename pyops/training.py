@@ -24,11 +24,11 @@ class Interrupt:
     signal.Signals (None before).  A later Ctrl-C raises KeyboardInterrupt at once; later SIGTERMs and SIGHUPs change
     nothing: supervisors often send two.  SIGHUP stays ignored if it is on entry (nohup).  The previous handlers are
     restored on exit.  Enter it in the main thread: Python allows signal handlers only there.
-    saves: whether the program saves before it leaves; the printed line mentions it.
+    saves: whether the program saves before it leaves; the printed line mentions it.  prints: whether it is printed
     """
 
-    def __init__(self, saves=True):
-        self.signal, self._promise = None, b', then saving' if saves else b''
+    def __init__(self, saves=True, prints=True):
+        self.signal, self._promise, self._prints = None, b', then saving' if saves else b'', prints
 
     def __bool__(self):
         return self.signal is not None
@@ -50,6 +50,8 @@ class Interrupt:
                 raise KeyboardInterrupt
             return
         self.signal = signal.Signals(number)
+        if not self._prints:
+            return
         # os.write: a handler that interrupts a print may not call print.  OSError: the terminal is gone.
         with contextlib.suppress(OSError):
             below_the_bar = b'\n' if os.isatty(2) else b''

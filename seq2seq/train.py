@@ -7,7 +7,7 @@
 import math
 
 from pyops.errors import exits_cleanly
-from pyops.flags import int_up_to, non_negative_int, use_device
+from pyops.flags import int_up_to, non_negative_int, use_device, use_ranks
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
 from pyops.text import flags
@@ -41,10 +41,11 @@ def main(argv=None):
     args = flags.parse_training(parser(), argv, RECIPES)
     wanted = saving_flags.wanted(args)
     use_device(args)
+    use_ranks(args)
     from pyops.text import serving, training  # here, since --help needs no library
     if args.epochs == 0:
         return serving.serve(args, 'seq2seq')
-    from pyops import backend, fit
+    from pyops import backend, distributed, fit
     print(f'OMP_THREADS: {backend.threads()}\nepochs : {args.epochs}', flush=True)
     from pyops.text.translator import Translator
     from seq2seq.model import OFF, SIZES, Config, Seq2Seq, parameter_specs
@@ -71,7 +72,7 @@ def main(argv=None):
     if run is None:
         return
     batches = training.batches(settings, pairs)
-    parts = training.Parts(pairs, batches, optimizer.count)
+    parts = training.parts(args, settings, pairs, batches, optimizer.count)
     translator = Translator(model, *data.vocabularies)
     validate = training.Validation(model, data, args, translator)
     history = fit.History()
@@ -79,14 +80,17 @@ def main(argv=None):
     # step
     schedule = training.Schedule.of_run(settings, optimizer, run, batches, args.epochs)
 
-    def step(rows, *sizes):
-        schedule.set_rate()
+    def gradients(rows, *sizes):
         model.params.zero_grads()
-        loss = parts.gradients(model, rows, sizes)
+        return parts.gradients(model, rows, sizes)
+
+    def update(loss):
+        schedule.set_rate()
         optimizer.step()
         history.add(loss, parts.tokens, optimizer.norm)
 
-    train_step = fit.training_step(args, step, model.params, fit.first_batch(run, batches), '-b or --num-steps',
+    first_batch = fit.first_batch(run, batches)
+    train_step = fit.training_step(args, parts.step(gradients, update), model.params, first_batch, '-b or --num-steps',
                                    parts.sizes, parts.filled, **pairs.arrays(), **parts.arrays(), **model.arrays(),
                                    **optimizer.arrays(), **history.arrays())
     if train_step is None:
@@ -111,12 +115,12 @@ def main(argv=None):
             epoch.save()
             print(f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
                   + validate.text(values), flush=True)
-    if trainer.is_done and trainer.signal is None and len(data.test):
+    if trainer.is_done and trainer.signal is None and len(data.test) and distributed.is_first():
         with optimizer.averaged():
             serving.score(translator, data.test)
     trainer.leave()
 
 
 if __name__ == '__main__':
-    with exits_cleanly(PROGRAM):
+    with exits_cleanly(PROGRAM, ranks=True):
         main()

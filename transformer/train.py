@@ -8,7 +8,7 @@ import math
 from argparse import BooleanOptionalAction
 
 from pyops.errors import UserError, exits_cleanly
-from pyops.flags import int_up_to, select_storage, use_device
+from pyops.flags import int_up_to, select_storage, use_device, use_ranks
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
 from pyops.text import flags
@@ -50,10 +50,11 @@ def main(argv=None):
     args = flags.parse_training(parser(), argv, RECIPES)
     wanted = saving_flags.wanted(args)
     use_device(args)
+    use_ranks(args)
     from pyops.text import serving, training  # here, since --help needs no library
     if args.epochs == 0:
         return serving.serve(args, 'transformer')
-    from pyops import fit
+    from pyops import distributed, fit
     from pyops.text.translator import Translator
     from pyops.text.vocabulary import BOS, EOS, PAD
     from transformer.model import SIZES, Config, Transformer, parameter_specs
@@ -86,7 +87,7 @@ def main(argv=None):
     if run is None:
         return
     batches = training.batches(settings, pairs, drop_last=True)
-    parts = training.Parts(pairs, batches, optimizer.count)
+    parts = training.parts(args, settings, pairs, batches, optimizer.count)
     translator = Translator(model, *data.vocabularies)
     validate = training.Validation(model, data, args, translator)
     history = fit.History()
@@ -94,15 +95,17 @@ def main(argv=None):
     # step
     schedule = training.Schedule.of_run(settings, optimizer, run, batches, args.epochs)
 
-    def step(rows, *sizes):
-        schedule.set_rate()
+    def gradients(rows, *sizes):
         model.params.zero_grads()
-        loss = parts.gradients(model, rows, sizes)
+        return parts.gradients(model, rows, sizes)
+
+    def update(loss):
+        schedule.set_rate()
         optimizer.step()
         history.add(loss, parts.tokens, optimizer.norm)
 
     first_batch = fit.first_batch(run, batches)
-    train_step = fit.training_step(args, step, model.params, first_batch, '-b or --num-steps',
+    train_step = fit.training_step(args, parts.step(gradients, update), model.params, first_batch, '-b or --num-steps',
                                    parts.sizes, parts.filled, **pairs.arrays(), **parts.arrays(), **model.arrays(),
                                    **optimizer.arrays(), **history.arrays())
     if train_step is None:
@@ -128,12 +131,12 @@ def main(argv=None):
             values = epoch.end(**metrics)
             print(f'epoch {epoch.number} :  [{epoch.samples}/{epoch.samples}] loss : {values["loss"]:.5f}'
                   + validate.text(values), flush=True)
-    if trainer.is_done and trainer.signal is None and len(data.test):
+    if trainer.is_done and trainer.signal is None and len(data.test) and distributed.is_first():
         with optimizer.averaged():
             serving.score(translator, data.test)
     trainer.leave()
 
 
 if __name__ == '__main__':
-    with exits_cleanly(PROGRAM):
+    with exits_cleanly(PROGRAM, ranks=True):
         main()

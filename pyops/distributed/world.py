@@ -327,10 +327,10 @@ def default_parts() -> int:
     return max(PARTS, 1 << (_world.size - 1).bit_length())
 
 
-def number_of_parts(parts: int, fast: bool, samples: int) -> int:
+def number_of_parts(parts: int | None, fast: bool, samples: int) -> int:
     """Return the number of parts into which each batch is cut.
 
-    parts: a power of two, 0 for the default;  fast: one part for each rank;  samples: fewest samples of a full batch
+    parts: a power of two, None for the default;  fast: one part for each rank;  samples: fewest samples of a full batch
     UserError if the ranks cannot share the parts, or if there are more parts than samples.
     """
     ranks = _world.size

