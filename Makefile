@@ -246,6 +246,7 @@ test-emulated: .venv/test-ready ## run the tests of ops, arrays and plans on the
 	$(MAKE) cpu emulated emulator
 	$(PYTEST) --on emulated $(TABLE) $(EVERYWHERE) -k 'not seq2seq and not central_differences'
 	$(PYTEST) --on emulated tests/backend/test_ndarray.py -k gpu
+	$(PYTEST) --on emulated tests/training/test_distributed.py -k 'sums_of or cut_into'
 	for order in reverse 7; do EMU_ORDER=$$order $(PYTEST) --on emulated $(TABLE) \
 	    -k 'overwrite or large_gemm or grad_norm or argmax' || exit 1; done
 

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -17,14 +19,14 @@ from ranks import needs_mpi
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest
 
 from mnist import train as mnist_train
-from pyops import backend, distributed, environment
+from pyops import backend, distributed, environment, flags
 from pyops.backend import library
 from pyops.data import idx
 from pyops.distributed import doctor, world
 from pyops.errors import UserError
 from pyops.init import normal
 from pyops.params import Parameters, Spec
-from pyops.steps import Cut
+from pyops.steps import Cut, CutSteps
 from seq2seq import train as seq2seq_train
 from transformer import train as transformer_train
 
@@ -175,7 +177,9 @@ def test_the_number_of_parts(parts, fast, count, batch, expected, monkeypatch):
 # ---- programs ----------------------------------------------------------------------------------------------------------------
 
 TRANSFORMER = [*TINY_TRANSFORMER, '--hold-out', '0.1', '-e', '2', '--parts', '8', '--keep-best', 'loss']
-SEQ2SEQ = [*TINY_SEQ2SEQ, '-b', '20', '--accumulate', '2', '-e', '1', '--max-steps', '4', '--parts', '8', '--attention', '2']
+# an embedding of 256 floats is one block of a sparse gradient, so ranks touch different blocks
+SEQ2SEQ = [*TINY_SEQ2SEQ, '--embedding', '256', '-b', '20', '--accumulate', '2', '-e', '1', '--max-steps', '4', '--parts', '8',
+           '--attention', '2']
 MNIST = ['-e', '2', '-b', '30', '--parts', '8']         # the last batch has 20 images
 
 # The programs, one after the other, in the ranks that mpirun started once.
@@ -218,9 +222,13 @@ def test_all_programs_train_the_same_bits_on_1_4_and_2_ranks_and_after_resuming(
     folder = str(several / 'transformer')
     status, out, err = ranks.run_ranks(4, '-c', PROGRAMS, json.dumps([
         ['transformer', [*TRANSFORMER, '-c', folder, '--max-steps', '6']],
-        ['seq2seq', [*SEQ2SEQ, '-c', str(several / 'seq2seq')]], ['mnist', mnist]]))
+        ['seq2seq', [*SEQ2SEQ, '-c', str(several / 'seq2seq')]], ['mnist', mnist], ['mnist', [*mnist, '--reduce', 'fast']]]))
     assert status == 0, err
-    assert results(out) == lines and out.count('parts : 8 of each batch, on 4 ranks on 1 host') == 3
+    exact, fast = results(out)[:4], results(out)[4:]
+    assert exact == lines and out.count('parts : 8 of each batch, on 4 ranks on 1 host') == 3
+    assert out.count('parts : 4 of each batch, on 4 ranks') == 1
+    losses = [[float(line.split()[-1]) for line in part if 'loss' in line] for part in (exact, fast)]
+    assert len(losses[1]) == 2 and np.allclose(*losses, rtol=1e-3)
     assert_same_training(newest(one / 'seq2seq'), newest(several / 'seq2seq'))
     status, out, err = ranks.run_ranks(2, '-m', 'transformer.train', *TRANSFORMER, '-c', folder)
     assert status == 0, err
@@ -314,22 +322,53 @@ def test_ranks_with_other_flags_are_refused():
     assert line.endswith('(PYOPS_ISA selects one)')
 
 
-@pytest.mark.parametrize('flags, message', [
+@pytest.mark.parametrize('more, message', [
     (['--parts', '8', '--save-tensors', '.'], 'tensors are saved only of whole batches; give --parts 1 and start one process'),
     (['--parts', '64', '-b', '32', '--accumulate', '1'], '--parts 64: expected at most the number of samples of a batch, 32')])
-def test_flags_that_parts_contradict_are_refused(flags, message, tmp_path, monkeypatch):
+def test_flags_that_parts_contradict_are_refused(more, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message), contextlib.redirect_stdout(io.StringIO()):
-        seq2seq_train.main([*TINY_SEQ2SEQ, *flags])
+        seq2seq_train.main([*TINY_SEQ2SEQ, *more])
 
 
 def test_a_run_without_plans_has_the_same_bits_and_a_checkpoint_keeps_its_parts(tmp_path):
-    flags, folders = [*TINY_SEQ2SEQ, '-e', '1', '--batch-tokens', '300'], [str(tmp_path / name) for name in 'ab']
-    printed(seq2seq_train.main, [*flags, '--parts', '4', '--max-steps', '3', '-c', folders[0]])
-    printed(seq2seq_train.main, [*flags, '-c', folders[0], '--max-steps', '2'])
-    printed(seq2seq_train.main, [*flags, '--parts', '4', '--max-steps', '5', '-c', folders[1], '--no-plan'])
+    argv, folders = [*TINY_SEQ2SEQ, '-e', '1', '--batch-tokens', '300'], [str(tmp_path / name) for name in 'ab']
+    printed(seq2seq_train.main, [*argv, '--parts', '4', '--max-steps', '3', '-c', folders[0]])
+    printed(seq2seq_train.main, [*argv, '-c', folders[0], '--max-steps', '2'])
+    printed(seq2seq_train.main, [*argv, '--parts', '4', '--max-steps', '5', '-c', folders[1], '--no-plan'])
     assert newest(folders[0])[1]['settings']['parts'] == 4
     assert_same_training(*map(newest, folders))
+
+
+def test_ranks_on_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(world._world, 'size', 2)
+    with pytest.raises(UserError, match='^-g 1: 2 ranks train on CPUs only; give -g 0, or start one process$'):
+        flags.use_ranks(Namespace(gpu=1, threads=None))
+
+
+@pytest.mark.parametrize('text', ['soon', '-1', 'nan'])
+def test_a_time_out_that_is_no_number_is_refused(text, monkeypatch):
+    monkeypatch.setenv('PYOPS_RANK_TIMEOUT', text)
+    with pytest.raises(UserError, match=f'^PYOPS_RANK_TIMEOUT={text}: expected a number of seconds, 0 for no limit$'):
+        world.World(ranks.Comm(0, {}, threading.Barrier(1), [None]))
+
+
+def test_the_parameters_of_all_ranks_are_compared_from_time_to_time(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr(CutSteps, 'CHECK_EVERY', 2)
+    monkeypatch.setattr(distributed, 'same_bits', lambda x, name: compared.append((x.size, name)))
+    monkeypatch.chdir(tmp_path)
+    printed(seq2seq_train.main, [*TINY_SEQ2SEQ, '-e', '1', '--parts', '2', '--max-steps', '5'])
+    assert [name for _, name in compared] == ['the parameters'] * 2 and compared[0][0] > 1000
+
+
+@pytest.mark.parametrize('cores, hosts, expected', [
+    ([{0, 1, 2, 3}] * 2, 'aa', 2), ([{0, 1}, {2, 3}], 'aa', 2), ([{0}] * 4, 'aaaa', 1), ([{0, 1, 2, 3}] * 3, 'aab', 2),
+    ([{0, 1, 2}, {4}], 'ab', 3)])
+def test_ranks_share_the_cores_of_their_host(cores, hosts, expected, monkeypatch):
+    monkeypatch.setattr(world._world, 'hosts', list(hosts))
+    monkeypatch.setattr(world, 'gather', lambda value: cores)
+    assert distributed.share_cores() == expected
 
 
 def as_rank(number, arguments, **variables):
