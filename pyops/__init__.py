@@ -11,6 +11,7 @@ _FROM = {
     'numpy_device': 'pyops.ndarray',
     'gpu': 'pyops.ndarray',
     'use_gpu': 'pyops.ndarray',
+    'from_dlpack': 'pyops.ndarray',
     'Tensor': 'pyops.autograd',
     'apply': 'pyops.autograd',
     'grad': 'pyops.autograd',
@@ -56,14 +57,14 @@ if TYPE_CHECKING:                       # the names of _FROM
         zeros_like,
     )
     from pyops.differences import gradcheck
-    from pyops.ndarray import cpu, gpu, numpy_device, use_gpu
+    from pyops.ndarray import cpu, from_dlpack, gpu, numpy_device, use_gpu
     from pyops.params import seed
     from pyops.text.translator import load
 
 __all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'concatenate', 'cpu', 'detect_anomaly', 'einsum', 'empty',
-           'enable_grad', 'eye', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'linspace', 'load', 'no_grad',
-           'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like', 'randperm',
-           'seed', 'stack', 'tensor', 'use_gpu', 'where', 'zeros', 'zeros_like']
+           'enable_grad', 'eye', 'from_dlpack', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'linspace', 'load',
+           'no_grad', 'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like',
+           'randperm', 'seed', 'stack', 'tensor', 'use_gpu', 'where', 'zeros', 'zeros_like']
 
 
 def __getattr__(name: str) -> object:

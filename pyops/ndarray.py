@@ -21,7 +21,7 @@ import numpy as np
 from pyops import backend
 from pyops.backend import row_major
 from pyops.backend.arrays import Array
-from pyops.backend.device import Buffer
+from pyops.backend.device import DLPACK_CUDA, Buffer
 from pyops.backend.numpy_device import Numpy
 from pyops.environment import backend_name
 from pyops.errors import UserError
@@ -205,14 +205,37 @@ class NDArray(Array, Methods):
             return array.astype(dtype)
         return array.copy() if copy else array
 
-    def __dlpack__(self, **how: Any) -> Any:
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Address, shape, strides and dtype, for numpy and other libraries.  An AttributeError for a mask, which numpy reads as
+        a bool copy, and on a GPU; numpy then calls `__array__`."""
+        if self.is_mask or not self.device.is_host:
+            raise AttributeError(f'__array_interface__: {"a mask" if self.is_mask else "an array on a GPU"} has none; '
+                                 'use .numpy()')
+        described = self.stored().__array_interface__
+        self.buffer.pinned = self.buffer.owner          # the reader keeps this array alive, but could outlive buffer.free()
+        return described
+
+    def __dlpack__(self, *, stream: Any = None, max_version: tuple[int, int] | None = None,
+                   dl_device: tuple[int, int] | None = None, copy: bool | None = None) -> Any:
+        """Return a DLPack capsule over the same memory, or a copy if copy is True.
+
+        dl_device: (1, 0) copies an array on a GPU to the CPU.  A mask is copied to bools on the CPU, and is 1 and 0 on a GPU.
+        BufferError for negative strides and for another device.
+        """
         if self.size and min(self.strides, default=0) < 0:              # torch would abort the process
             raise BufferError(f'array of shape {self.shape}: DLPack consumers may not support negative strides, got '
                               f'{self.strides}; export .copy()')
+        asked = None if dl_device is None else (int(dl_device[0]), int(dl_device[1]))
+        if not self.device.is_host and asked in (None, self.device.dlpack_device):
+            return self.device.dlpack(self, stream, max_version is not None and max_version[0] >= 1, copy)
+        if not self.device.is_host and copy is False:
+            raise BufferError(f'array on {self.device}: DLPack device {asked} needs a copy, but copy is False')
+        how: dict[str, Any] = dict(max_version=max_version, dl_device=asked, copy=copy if self.device.is_host else None)
         return self.numpy().__dlpack__(**{name: value for name, value in how.items() if value is not None})
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.numpy().__dlpack_device__()
+        return self.device.dlpack_device
 
     def item(self) -> Any:
         """Return the only element as a Python number.  Raises ValueError for another size."""
@@ -1208,8 +1231,17 @@ def as_ndarray(array: Any, device: Device | None = None) -> NDArray:
 
 
 def from_dlpack(x: Any, device: Device | None = None) -> NDArray:
-    """Return an NDArray over the memory of another library's array, which must be in CPU memory."""
-    return from_numpy(np.from_dlpack(x), device)
+    """Return an NDArray over the memory of another library's array, with its strides: torch.from_dlpack in reverse.
+
+    An array in CPU memory is copied if `device`, by default the current device, is a GPU; one on the first GPU stays there
+    without a copy, unless device is another one.
+    TypeError for a dtype that NDArrays lack, ValueError for a read-only array, BufferError for another device.
+    """
+    if not hasattr(x, '__dlpack_device__') or x.__dlpack_device__()[0] != DLPACK_CUDA:
+        return from_numpy(np.from_dlpack(x), device)
+    y: NDArray = gpu().from_dlpack(x)
+    _checked(y.shape)
+    return y if device is None else y.to(device)
 
 
 def _all_alike(arrays: Iterable[Numbers], who: str) -> tuple[list[NDArray], np.dtype]:

@@ -13,6 +13,7 @@ from pyops.backend.arrays import as_kernel_array, dtype_name
 DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64), 'int32_t': np.dtype(np.int32),
           'int64_t': np.dtype(np.int64), 'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8),
           'uint16_t': np.dtype(np.uint16)}
+DLPACK_CPU, DLPACK_CUDA = 1, 2         # the types of devices in DLPack
 # status returned by a library -> exception
 ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 # pointer arguments that are in host memory on every device
@@ -32,12 +33,13 @@ class Buffer:
     foreign   whether other code may hold arrays over the same memory
     version   the number of in-place changes so far
     mask      the version at which it holds a mask, see NDArray.is_mask; None: it never held a mask
+    pinned    the owner, if other code knows the address: the memory then outlives free()
     """
-    __slots__ = ('device', 'owner', 'nbytes', 'pointer', 'foreign', 'version', 'mask', '__weakref__')
+    __slots__ = ('device', 'owner', 'nbytes', 'pointer', 'foreign', 'version', 'mask', 'pinned', '__weakref__')
 
     def __init__(self, device, owner, pointer=None, foreign=False):
         self.device, self.owner, self.nbytes, self.pointer = device, owner, owner.nbytes, pointer
-        self.foreign, self.version, self.mask = foreign, 0, None
+        self.foreign, self.version, self.mask, self.pinned = foreign, 0, None, None
 
     @property
     def address(self):
@@ -58,6 +60,7 @@ class Device:
     activations = np.dtype(np.float32)      # dtype of the activations that ops compute from token ids
     is_host = False         # whether arrays are in host memory; then ops take numpy arrays, and a launch waits for its kernel
     stream = None           # the last argument of every kernel
+    dlpack_device = DLPACK_CPU, 0       # type and number of the device in DLPack
 
     def __init__(self):
         self._functions = {}        # kernel -> what _prepare returns
@@ -123,6 +126,15 @@ class Device:
 
     def address(self, owner):
         """Return the address of the first byte of a Buffer's owner."""
+        raise NotImplementedError
+
+    def dlpack(self, x, stream, versioned, copy):
+        """Return a DLPack capsule over the memory of an NDArray, or with `copy` of a copy, for work that the consumer enqueues
+        on `stream`: an address, None for CUDA's default stream, -1 for no synchronization.  For devices other than the CPU."""
+        raise NotImplementedError
+
+    def from_dlpack(self, x):
+        """Return an NDArray over the memory of another library's array on this device, not the CPU."""
         raise NotImplementedError
 
     # ---- launch and synchronize

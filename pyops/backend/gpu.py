@@ -10,10 +10,10 @@ import math
 import numpy as np
 
 from pyops import PRECISIONS
-from pyops.backend import library, state
+from pyops.backend import dlpack, library, state
 from pyops.backend.arrays import BF16, as_shape, from_bf16, row_major
 from pyops.backend.calls import Calls
-from pyops.backend.device import DTYPES, ERRORS, Buffer, not_compact, wrong_dtype
+from pyops.backend.device import DLPACK_CUDA, DTYPES, ERRORS, Buffer, not_compact, wrong_dtype
 from pyops.backend.operations import FLOAT, KernelOperations
 from pyops.errors import UserError
 
@@ -113,6 +113,7 @@ def open_device():
 class GPU(KernelOperations):
     """A GPU, with the kernels of cuda/ for all operations.  array_type: NDArray, defined in a higher layer."""
     name = 'gpu'
+    dlpack_device = DLPACK_CUDA, 0
     library = staticmethod(library.cuda)
 
     def __init__(self, array_type):
@@ -230,6 +231,17 @@ class GPU(KernelOperations):
 
     def bits(self, x, dtype):
         return self._array_type(x.buffer, x.offset, x.shape, x.strides, dtype)
+
+    def dlpack(self, x, stream, versioned, copy):
+        x = x.copy() if copy else x
+        if stream not in (-1, self.stream):
+            self.synchronize()                  # no event for the consumer's stream to wait for: wait here
+        return dlpack.exported(x, versioned, bool(copy))
+
+    def from_dlpack(self, x):
+        memory = dlpack.Imported(dlpack.capsule_of(x, self.stream))
+        return self._array_type(Buffer(self, memory, memory.address, True), memory.offset, memory.shape, memory.strides,
+                                memory.dtype)
 
     # ---- launch and synchronize
 

@@ -24,7 +24,8 @@ from mnist import train as mnist_train
 from mnist.mlp_resnet import MLPResNet
 from pyops import PRECISIONS, autograd, backend, fit, ndarray, nn
 from pyops.autograd import Tensor
-from pyops.backend import get, gpu, library, put
+from pyops.backend import dlpack, get, gpu, library, put
+from pyops.backend.arrays import to_bf16
 from pyops.errors import UserError
 from pyops.ndarray import array
 from pyops.ops import Attention, Dropout, Linear, Residual
@@ -799,9 +800,114 @@ def test_numpy_has_copies_of_what_lies_on_a_gpu(on_gpu):
     x = np.arange(6, dtype='f').reshape(2, 3)
     a = ndarray.from_numpy(x.T)
     x[...] = 0
-    for copy in (a.numpy(), np.asarray(a), np.from_dlpack(a)):
+    for copy in (a.numpy(), np.asarray(a), np.from_dlpack(a, device='cpu')):
         copy[...] = 7
     assert a.T.tolist() == [[0, 1, 2], [3, 4, 5]] and repr(a[0]) == 'NDArray([0., 3.], dtype=float32, device=pyops.gpu())'
+    assert not hasattr(a, '__array_interface__')
+
+
+# ---- DLPack: both sides are pyops, since no other library knows the emulator's memory -----------------------------------
+
+class WithoutVersions:
+    """A producer with the signature of DLPack before 1.0."""
+
+    def __init__(self, array):
+        self.array, self.streams = array, []
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, stream=None):
+        self.streams.append(stream)
+        return self.array.__dlpack__(stream=stream)
+
+
+@pytest.mark.parametrize('wrap', [lambda a: a, WithoutVersions], ids=['versioned', 'without versions'])
+def test_dlpack_shares_the_memory_of_a_gpu_and_keeps_strides(on_gpu, wrap):
+    a = ndarray.array(np.arange(24, dtype='f').reshape(4, 6))
+    for view in (a, a.T, a[1:, ::2], a[2], a[1, 2], a[:0], a[:, None].broadcast_to((4, 3, 6))):
+        assert view.__dlpack_device__() == (2, 0)
+        b = pyops.from_dlpack(wrap(view))
+        assert b.device is on_gpu and b.shape == view.shape and b.strides == view.strides and b.dtype is view.dtype
+        np.testing.assert_array_equal(b.numpy(), view.numpy())
+        if view.size:
+            assert b.location() == view.location() and b.buffer is not view.buffer
+    b = pyops.from_dlpack(wrap(a[1:, ::2]))
+    b += 100
+    assert a[1].tolist() == [106, 7, 108, 9, 110, 11]
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'int32', 'int64', 'uint8', 'bfloat16'])
+def test_dlpack_keeps_every_dtype_of_a_gpu(on_gpu, dtype):
+    x = np.array([1.5, 2, 250], 'f')
+    a = on_gpu.put(to_bf16(x) if dtype == 'bfloat16' else x.astype(dtype))
+    b = pyops.from_dlpack(a)
+    assert b.dtype == a.dtype and b.location() == a.location()
+    np.testing.assert_array_equal(b.numpy(), x if dtype == 'bfloat16' else x.astype(dtype))
+
+
+def test_the_memory_of_a_dlpack_capsule_lives_as_long_as_its_consumer(on_gpu):
+    before = on_gpu._pool.used
+    a = ndarray.full((300, 100), 2.0)
+    held = on_gpu._pool.used
+    b = pyops.from_dlpack(a)
+    del a
+    assert on_gpu._pool.used == held and b.numpy().sum() == 60_000
+    del b
+    assert on_gpu._pool.used == before
+    capsules = [ndarray.full((300, 100), 2.0).__dlpack__(), ndarray.full((300, 100), 2.0).__dlpack__(max_version=(1, 1))]
+    assert on_gpu._pool.used > held and [repr(c).split('"')[1] for c in capsules] == ['dltensor', 'dltensor_versioned']
+    del capsules                                                # unused: the capsule itself frees the memory
+    assert on_gpu._pool.used == before
+
+
+def test_dlpack_on_a_gpu_copies_only_on_request(on_gpu):
+    a = ndarray.array([1.0, 2.0])
+    with pytest.raises(BufferError, match='needs a copy, but copy is False'):
+        np.from_dlpack(a, device='cpu', copy=False)
+    with pytest.raises(BufferError, match='negative strides'):
+        a[::-1].__dlpack__()
+
+    class Copied(WithoutVersions):
+        def __dlpack__(self, stream=None, max_version=None):
+            return self.array.__dlpack__(stream=stream, max_version=max_version, copy=True)
+    b = pyops.from_dlpack(Copied(a))
+    b += 1
+    assert a.tolist() == [1, 2] and b.tolist() == [2, 3]
+    on_cpu = pyops.from_dlpack(a, pyops.cpu())
+    assert on_cpu.device is pyops.cpu() and on_cpu.tolist() == [1, 2]
+
+
+def test_from_dlpack_passes_the_stream_and_refuses_a_used_capsule(on_gpu):
+    a = WithoutVersions(ndarray.array([1.0]))
+    capsule = a.__dlpack__(stream=-1)
+    pyops.from_dlpack(a)
+    assert a.streams == [-1, on_gpu.stream]
+
+    class Again(WithoutVersions):
+        def __dlpack__(self, stream=None):
+            return capsule
+    pyops.from_dlpack(Again(a.array))
+    with pytest.raises(BufferError, match='that no library has used'):
+        pyops.from_dlpack(Again(a.array))
+
+
+@pytest.mark.parametrize('field,value,error,message', [
+    ('device_id', 1, BufferError, r'device \(2, 1\): expected the first GPU'),
+    ('lanes', 4, TypeError, 'type code 2 of 32 bits, 4 lanes: expected .*bfloat16; convert'),
+    ('code', 5, TypeError, 'type code 5 of 32 bits, 1 lanes'),
+    ('byte_offset', 2, ValueError, 'multiple of the element size, 4')])
+def test_from_dlpack_refuses_what_ndarrays_cannot_hold(on_gpu, field, value, error, message):
+    class Changed(WithoutVersions):
+        def __dlpack__(self, stream=None, max_version=None):
+            capsule = self.array.__dlpack__(max_version=max_version)
+            managed = next(reversed(dlpack._exported.values()))[0]
+            setattr(managed.tensor, field, value)
+            return capsule
+    before = len(dlpack._exported)
+    with pytest.raises(error, match=message):
+        pyops.from_dlpack(Changed(ndarray.array([1.0])))
+    assert len(dlpack._exported) == before                      # the deleter was called
 
 
 def test_the_library_tells_what_device_it_uses(device):

@@ -716,7 +716,7 @@ def test_numpys_memory_without_a_copy():
     for back in (a.numpy(), np.asarray(a), np.asarray(a, dtype='float32'), np.array(a, copy=False)):
         assert np.shares_memory(back, x)
     assert not np.shares_memory(np.array(a), x) and np.asarray(a, dtype='float64').dtype == np.float64
-    with pytest.raises(ValueError, match='needs a copy'):
+    with pytest.raises(ValueError, match='avoid copy'):
         np.asarray(a, dtype='float64', copy=False)
     struct = np.zeros(3, [('a', 'i1'), ('b', 'f4')])
     with pytest.raises(ValueError, match='multiples of the element size'):
@@ -737,6 +737,28 @@ def test_memory_lives_as_long_as_somebody_uses_it():
     del view
     assert live_bytes() == before
     np.testing.assert_array_equal(x, want)                              # numpy keeps what it looks at
+
+
+@of_the_host
+def test_the_array_interface_describes_any_view_and_outlives_a_free():
+    x = numbers(4, 6)
+    a = from_numpy(x)
+    for view, want in ((a, x), (a.T, x.T), (a[::-1, ::2], x[::-1, ::2]), (a[1, 2], x[1, 2]), (a[:0], x[:0])):
+        described = view.__array_interface__
+        assert described['shape'] == want.shape and described['typestr'] == '<f4' and not described['data'][1]
+        assert not want.size or described['data'][0] == address(view)
+        np.testing.assert_array_equal(np.asarray(view), want)
+    mask = a > 0
+    assert not hasattr(mask, '__array_interface__') and np.asarray(mask).dtype == bool
+    b = array(numbers(1000, 50))
+    kept = np.asarray(b)
+    want = kept.copy()
+    b.buffer.free()
+    others = [array(np.full((1000, 50), i, 'f')) for i in range(5)]             # would get the freed memory
+    np.testing.assert_array_equal(kept, want)
+    del others
+    with pytest.raises(ValueError, match='was freed'):
+        np.asarray(b)
 
 
 @of_the_host
