@@ -630,18 +630,47 @@ def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
 
 # ---- losses ------------------------------------------------------------------------------------------------------------
 
-def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100) -> Tensor:
+def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight: Numbers | None = None,
+                  reduction: str = 'mean', label_smoothing: float = 0.0) -> Tensor:
     """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index, shape ().
 
-    x (..., C): classes along the last axis;  labels (...) int32
+    x (..., C), labels (...) int32; or, as in PyTorch, x (N, C, ...), labels (N, ...), unless the shapes fit the first form
+    weight (C,): factor of the rows with each label; the mean is that of rows with these weights
+    reduction: 'mean', 'sum' (shape ()) or 'none' (the shape of labels)
+    label_smoothing: s: the target is 1 - s + s / C for the label and s / C for each other class
+    Anything but ignore_index is computed with array ops, which store the logarithms of all rows.
     """
+    if isinstance(ignore_index, bool) or not hasattr(ignore_index, '__index__') or np.ndim(ignore_index):
+        raise TypeError(f'cross_entropy: ignore_index: expected a whole number, got {type(ignore_index).__name__}; pass weight '
+                        'by name')
+    if reduction not in ('mean', 'sum', 'none'):
+        raise ValueError(f"cross_entropy: reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f'cross_entropy: label_smoothing: expected 0 to 1, got {label_smoothing}')
     x = tensor(x)
     labels = tensor(labels, x)
-    if _is_double(x):
-        rows = np.flatnonzero(labels.numpy().reshape(-1) != ignore_index)
-        logs = log_softmax(x.reshape(-1, x.shape[-1]))
-        return -logs[rows, labels.numpy().reshape(-1)[rows]].sum() / builtins.max(len(rows), 1)
-    return apply(CrossEntropy, x.reshape(-1, x.shape[-1]), labels.reshape(-1), ignore=ignore_index).reshape(())
+    if x.ndim > 2 and labels.shape != x.shape[:-1] and labels.shape == (x.shape[0], *x.shape[2:]):
+        x = x.moveaxis(1, -1)
+    rows, C = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    if weight is None and reduction == 'mean' and not label_smoothing:
+        if not _is_double(x):
+            return apply(CrossEntropy, rows, labels.reshape(-1), ignore=ignore_index).reshape(())
+        found = np.flatnonzero(labels.numpy().reshape(-1) != ignore_index)
+        return -log_softmax(rows)[found, labels.numpy().reshape(-1)[found]].sum() / builtins.max(len(found), 1)
+    logs, labels = log_softmax(rows), labels.reshape(-1)
+    kept = labels != ignore_index
+    classes = where(kept, labels, 0)
+    factors = kept.astype(rows.dtype)
+    if weight is not None:
+        weight = tensor(weight, x)
+        factors = factors * weight[classes]
+    losses = -logs.take_along_axis(classes.unsqueeze(-1), -1).squeeze(-1) * factors * (1 - label_smoothing)
+    if label_smoothing:
+        every = (logs if weight is None else logs * weight).sum(-1)
+        losses = losses - every * kept * (label_smoothing / C)
+    if reduction == 'none':
+        return losses.reshape(x.shape[:-1])
+    return losses.sum() if reduction == 'sum' else losses.sum() / factors.sum()
 
 
 def linear_cross_entropy(x: Numbers, weight: Numbers, bias: Numbers, labels: Numbers, ignore_index: int = -100,

@@ -491,21 +491,28 @@ def _filters(in_channels: int, out_channels: int, window: tuple[int, ...], group
 class CrossEntropyLoss(Layer):
     """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index;  x (..., C), labels (...) int32.
 
+    weight (C,), reduction and label_smoothing, by name: as in F.cross_entropy, which also takes x (N, C, ...).
     On arrays, x is (R, C) and the loss (1,); backward(dloss (1,), ctx) returns dx.
     """
 
-    def __init__(self, ignore_index: int = -100) -> None:
-        self.ignore_index = ignore_index
+    def __init__(self, ignore_index: int = -100, *, weight: Numbers | None = None, reduction: str = 'mean',
+                 label_smoothing: float = 0.0) -> None:
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.weight = None if weight is None else Tensor(weight)
 
     def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(x, labels, self.ignore_index)
+        return F.cross_entropy(x, labels, self.ignore_index, self.weight, self.reduction, self.label_smoothing)
 
     def forward_arrays(self, x: Array, labels: Array) -> tuple[Array, Any]:
+        if self.weight is not None or self.reduction != 'mean' or self.label_smoothing:
+            return Layer.forward_arrays(self, x, labels)
         op = ops.CrossEntropy(self.ignore_index, name=self._path or 'loss')
         loss, ctx = op.forward(x, labels)
         return loss, (op, ctx)
 
     def backward(self, dy: Array, ctx: Any) -> Array:
+        if not isinstance(ctx[0], ops.CrossEntropy):
+            return Layer.backward(self, dy, ctx)
         op, ctx = ctx
         return self._naming(op.backward, dy, ctx)
 

@@ -249,6 +249,20 @@ CASES = [
     *case('cross_entropy', lambda F, x: F.cross_entropy(x, LABELS),
           lambda torch, x: torch.nn.functional.cross_entropy(x.reshape(6, 5), torch.tensor(LABELS).long().reshape(6)),
           [(2, 3, 5)]),
+    *(one for words, options in (('sum', dict(reduction='sum')), ('smoothed', dict(label_smoothing=0.2)),
+                                 ('smoothed-none', dict(reduction='none', label_smoothing=0.2)))
+      for one in case(f'cross_entropy-{words}', lambda F, x, options=options: F.cross_entropy(x, LABELS.reshape(6), **options),
+                      lambda torch, x, options=options: torch.nn.functional.cross_entropy(
+                          x, torch.tensor(LABELS).long().reshape(6), **options), [(6, 5)])),
+    *(one for words, options in (('', dict()), ('-none', dict(reduction='none')), ('-smoothed', dict(label_smoothing=0.1)))
+      for one in case(f'cross_entropy-weight{words}', lambda F, x, w, options=options: F.cross_entropy(
+          x, LABELS.reshape(6), weight=w.detach(), **options) + 0 * w.sum(), lambda torch, x, w, options=options:
+          torch.nn.functional.cross_entropy(x, torch.tensor(LABELS).long().reshape(6), w.detach(), **options) + 0 * w.sum(),
+          [(6, 5), (5,)], draw=(normal, positive), second=False)),
+    *case('cross_entropy-classes-along-axis-1', lambda F, x: F.cross_entropy(x, LABELS, reduction='none'),
+          lambda torch, x: torch.nn.functional.cross_entropy(x, torch.tensor(LABELS).long(), reduction='none'), [(2, 5, 3)]),
+    *case('cross_entropy-mean-along-axis-1', lambda F, x: F.cross_entropy(x, LABELS),
+          lambda torch, x: torch.nn.functional.cross_entropy(x, torch.tensor(LABELS).long()), [(2, 5, 3)], second=False),
     *case('linear_cross_entropy', lambda F, x, w, b: F.linear_cross_entropy(x, w, b, LABELS, label_smoothing=0.1),
           lambda torch, x, w, b: torch.nn.functional.cross_entropy(
               torch.nn.functional.linear(x, w, b).reshape(6, 5), torch.tensor(LABELS).long().reshape(6), label_smoothing=0.1),
