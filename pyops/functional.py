@@ -40,6 +40,7 @@ from pyops.ops import (
     SiLU,
 )
 from pyops.ops.array import normal_axes
+from pyops.ops.convolution import pair
 from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
@@ -438,6 +439,8 @@ def dropout(x: Numbers, p: float = 0.5, training: bool = True, key: int = 0, ste
     The mask is a function of (key, step).  step=None: the next number of a counter in this process.
     """
     x = tensor(x)
+    if training and p == 1:
+        return x * 0.0
     return apply(Dropout, x, _mask_number(step), p=p, key=key) if training and p else x
 
 
@@ -628,6 +631,31 @@ def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
                  count_include_pad=count_include_pad)
 
 
+def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
+    """Return the averages of output_size windows per axis: x (N, C, H, W) -> (N, C, Ho, Wo).
+
+    output_size: an int or a pair.  Window i along an axis of n elements has those from i n / size, rounded down, to
+    (i + 1) n / size, rounded up.
+    """
+    x = tensor(x)
+    if x.ndim != 4:
+        raise ValueError(f'adaptive_avg_pool2d: expected x (N, C, H, W), got shape {x.shape}')
+    sizes, given = pair('output_size', output_size, 1), x.shape[2:]
+    if not any(n % size for n, size in zip(given, sizes, strict=True)):
+        return avg_pool2d(x, [n // size for n, size in zip(given, sizes, strict=True)])
+    rows, columns = (Tensor(_averages(n, size), device=x.device) for n, size in zip(given, sizes, strict=True))
+    return rows @ x @ columns.T
+
+
+def _averages(n: int, size: int) -> np.ndarray:
+    """Return the matrix (size, n) whose product with n elements is their averages over `size` windows."""
+    found = np.zeros((size, n), np.float32)
+    for i in range(size):
+        first, end = i * n // size, -(-(i + 1) * n // size)
+        found[i, first:end] = 1 / (end - first)
+    return found
+
+
 # ---- losses ------------------------------------------------------------------------------------------------------------
 
 def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight: Numbers | None = None,
@@ -643,31 +671,58 @@ def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight:
     if isinstance(ignore_index, bool) or not hasattr(ignore_index, '__index__') or np.ndim(ignore_index):
         raise TypeError(f'cross_entropy: ignore_index: expected a whole number, got {type(ignore_index).__name__}; pass weight '
                         'by name')
-    if reduction not in ('mean', 'sum', 'none'):
-        raise ValueError(f"cross_entropy: reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    _check_reduction('cross_entropy', reduction)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f'cross_entropy: label_smoothing: expected 0 to 1, got {label_smoothing}')
-    x = tensor(x)
+    x, labels = _classes_last(tensor(x), labels)
+    if weight is None and reduction == 'mean' and not label_smoothing:
+        rows, ids = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+        if not _is_double(x):
+            return apply(CrossEntropy, rows, ids, ignore=ignore_index).reshape(())
+        found = np.flatnonzero(ids.numpy() != ignore_index)
+        return -log_softmax(rows)[found, ids.numpy()[found]].sum() / builtins.max(len(found), 1)
+    return _negative_logs(log_softmax(x), labels, ignore_index, weight, reduction, label_smoothing)
+
+
+def nll_loss(x: Numbers, labels: Numbers, weight: Numbers | None = None, ignore_index: int = -100,
+             reduction: str = 'mean') -> Tensor:
+    """Return the mean of -x[label] over rows whose label is not ignore_index, for logarithms x of probabilities.
+
+    Shapes, weight and reduction as in cross_entropy.
+    """
+    _check_reduction('nll_loss', reduction)
+    x, labels = _classes_last(tensor(x), labels)
+    return _negative_logs(x, labels, ignore_index, weight, reduction, 0.0)
+
+
+def _check_reduction(who: str, reduction: str) -> None:
+    if reduction not in ('mean', 'sum', 'none'):
+        raise ValueError(f"{who}: reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def _classes_last(x: Tensor, labels: Numbers) -> tuple[Tensor, Tensor]:
+    """Return x with the classes as its last axis, and the labels.  Given are x (..., C) and labels (...), or x (N, C, ...) and
+    labels (N, ...)."""
     labels = tensor(labels, x)
     if x.ndim > 2 and labels.shape != x.shape[:-1] and labels.shape == (x.shape[0], *x.shape[2:]):
         x = x.moveaxis(1, -1)
-    rows, C = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    if weight is None and reduction == 'mean' and not label_smoothing:
-        if not _is_double(x):
-            return apply(CrossEntropy, rows, labels.reshape(-1), ignore=ignore_index).reshape(())
-        found = np.flatnonzero(labels.numpy().reshape(-1) != ignore_index)
-        return -log_softmax(rows)[found, labels.numpy().reshape(-1)[found]].sum() / builtins.max(len(found), 1)
-    logs, labels = log_softmax(rows), labels.reshape(-1)
+    return x, labels
+
+
+def _negative_logs(x: Tensor, labels: Tensor, ignore_index: int, weight: Numbers | None, reduction: str,
+                   smoothing: float) -> Tensor:
+    """Return the loss of cross_entropy from the logarithms x (..., C) of the probabilities."""
+    logs, C, labels = x.reshape(-1, x.shape[-1]), x.shape[-1], labels.reshape(-1)
     kept = labels != ignore_index
     classes = where(kept, labels, 0)
-    factors = kept.astype(rows.dtype)
+    factors = kept.astype(x.dtype)
     if weight is not None:
         weight = tensor(weight, x)
         factors = factors * weight[classes]
-    losses = -logs.take_along_axis(classes.unsqueeze(-1), -1).squeeze(-1) * factors * (1 - label_smoothing)
-    if label_smoothing:
+    losses = -logs.take_along_axis(classes.unsqueeze(-1), -1).squeeze(-1) * factors * (1 - smoothing)
+    if smoothing:
         every = (logs if weight is None else logs * weight).sum(-1)
-        losses = losses - every * kept * (label_smoothing / C)
+        losses = losses - every * kept * (smoothing / C)
     if reduction == 'none':
         return losses.reshape(x.shape[:-1])
     return losses.sum() if reduction == 'sum' else losses.sum() / factors.sum()

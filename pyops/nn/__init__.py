@@ -10,6 +10,7 @@ from pyops.nn.attention import (
 from pyops.nn.container import ModuleDict, ModuleList, Residual, Sequential
 from pyops.nn.layers import (
     GELU,
+    AdaptiveAvgPool2d,
     AvgPool2d,
     BatchNorm1d,
     BatchNorm2d,
@@ -28,6 +29,7 @@ from pyops.nn.layers import (
     LogSoftmax,
     MaxPool2d,
     MSELoss,
+    NLLLoss,
     ReLU,
     Sigmoid,
     SiLU,
@@ -38,12 +40,12 @@ from pyops.nn.layers import (
 from pyops.nn.module import KernelLayer, Layer, Module, Parameter
 from pyops.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
-__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'AvgPool2d', 'BatchNorm1d', 'BatchNorm2d', 'Conv1d', 'Conv2d', 'CrossEntropyLoss',
-           'Dropout', 'Embedding', 'Flatten', 'GRUCell', 'GroupNorm', 'Identity', 'KernelLayer', 'LSTMCell', 'Layer',
-           'LayerNorm', 'LayerNorm1d', 'LeakyReLU', 'Linear', 'LogSoftmax', 'MSELoss', 'MaxPool2d', 'Module', 'ModuleDict',
-           'ModuleList', 'MultiHeadAttention', 'MultiheadAttention', 'Parameter', 'RNNCell', 'ReLU', 'Residual', 'Sequential',
-           'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh', 'TransformerDecoder', 'TransformerDecoderLayer',
-           'TransformerEncoder', 'TransformerEncoderLayer']
+__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'AdaptiveAvgPool2d', 'AvgPool2d', 'BatchNorm1d', 'BatchNorm2d', 'Conv1d', 'Conv2d',
+           'CrossEntropyLoss', 'Dropout', 'Embedding', 'Flatten', 'GRUCell', 'GroupNorm', 'Identity', 'KernelLayer',
+           'LSTMCell', 'Layer', 'LayerNorm', 'LayerNorm1d', 'LeakyReLU', 'Linear', 'LogSoftmax', 'MSELoss', 'MaxPool2d',
+           'Module', 'ModuleDict', 'ModuleList', 'MultiHeadAttention', 'MultiheadAttention', 'NLLLoss', 'Parameter', 'RNNCell',
+           'ReLU', 'Residual', 'Sequential', 'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh', 'TransformerDecoder',
+           'TransformerDecoderLayer', 'TransformerEncoder', 'TransformerEncoderLayer']
 
 
 def __getattr__(name: str) -> object:

@@ -172,8 +172,8 @@ class Dropout(Layer):
     count: Array
 
     def __init__(self, p: float = 0.5, inplace: bool = False, *, generator: np.random.Generator | None = None) -> None:
-        if not 0 <= p < 1:
-            raise ValueError(f'Dropout: p: expected 0 <= p < 1, got {p}')
+        if not 0 <= p <= 1:
+            raise ValueError(f'Dropout: p: expected 0 <= p <= 1, got {p}')
         if not isinstance(generator, np.random.Generator | None):
             raise TypeError('Dropout: generator: expected a numpy Generator, such as numpy.random.default_rng(0), got '
                             f'{type(generator).__name__}')
@@ -184,6 +184,8 @@ class Dropout(Layer):
         """Return p, key and step of the next mask; p is 0 and step None if nothing is dropped."""
         if not (self.training and self.p):
             return 0.0, 0, None
+        if self.p == 1:
+            raise ValueError('dropout: expected a probability below 1 of dropping an attention weight, got 1')
         if self._path is None:
             self.root().build()
         step = backend.empty(1, np.int64, f'{self._path or "dropout"}.step')
@@ -205,6 +207,8 @@ class Dropout(Layer):
         return keep * np.float32(1 / (1 - self.p))
 
     def forward_tensors(self, x: Tensor, mask: Numbers | None = None) -> Tensor:
+        if self.training and self.p == 1:
+            return x * 0.0
         factors = self._given_mask(x.shape, mask)
         if factors is not None:
             return x * F.tensor(factors, x)
@@ -212,7 +216,7 @@ class Dropout(Layer):
         return autograd.apply(ops.Dropout(p, key, self._path or 'dropout'), x, step) if p else x
 
     def forward_arrays(self, x: Array) -> tuple[Array, Any]:
-        if self.generator is not None:
+        if self.generator is not None or self.p == 1:
             return Layer.forward_arrays(self, x)
         p, key, step = self.draw()
         if not p:
@@ -470,6 +474,19 @@ class AvgPool2d(KernelLayer):
         return _pooling_settings(self, ceil_mode=False, count_include_pad=True)
 
 
+class AdaptiveAvgPool2d(Layer):
+    """The averages of output_size windows per axis: x (N, C, H, W) -> (N, C, Ho, Wo).  output_size: an int or a pair."""
+
+    def __init__(self, output_size: int | Sequence[int]) -> None:
+        self.output_size = convolution.pair('output_size', output_size, 1)
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(x, self.output_size)
+
+    def settings(self) -> str:
+        return f'{self.output_size}'
+
+
 def _pooling_settings(layer: Any, **defaults: Any) -> str:
     """Return the text of a pooling layer's settings that differ from the defaults."""
     defaults = {'stride': layer.kernel_size, 'padding': 0} | defaults
@@ -519,6 +536,18 @@ class CrossEntropyLoss(Layer):
 
 class SoftmaxLoss(CrossEntropyLoss):
     """CrossEntropyLoss under the name that the needle course uses."""
+
+
+class NLLLoss(Layer):
+    """Return the mean of -x[label] over rows whose label is not ignore_index, for logarithms x of probabilities, such as those
+    of LogSoftmax.  Shapes, weight and reduction as in F.cross_entropy."""
+
+    def __init__(self, ignore_index: int = -100, *, weight: Numbers | None = None, reduction: str = 'mean') -> None:
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.weight = None if weight is None else Tensor(weight)
+
+    def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.nll_loss(x, labels, self.weight, self.ignore_index, self.reduction)
 
 
 class MSELoss(Layer):

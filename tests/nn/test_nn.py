@@ -97,12 +97,17 @@ TABLE = [
         (normal(2, 3, 6, 7),)),
     Row('avg_pool2d-ceil-no-padding', lambda: nn.AvgPool2d(3, 2, 1, True, False), lambda t: t.AvgPool2d(3, 2, 1, True, False),
         (normal(2, 3, 6, 7),)),
+    *(Row(f'adaptive_avg_pool2d-{size}', lambda size=size: nn.AdaptiveAvgPool2d(size),
+          lambda t, size=size: t.AdaptiveAvgPool2d(size), (normal(2, 3, 6, 8),)) for size in (1, (3, 4), (4, 7), (9, 8))),
     Row('sequential', lambda: nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)),
         lambda t: t.Sequential(t.Linear(7, 6), t.Tanh(), t.BatchNorm1d(6), t.ReLU(), t.Linear(6, 3)), (normal(8, 7),)),
     Row('cross_entropy', nn.CrossEntropyLoss, lambda t: t.CrossEntropyLoss(), (normal(4, 3), LABELS)),
     *(Row(f'cross_entropy-{how}', lambda how=how: nn.CrossEntropyLoss(reduction=how, label_smoothing=0.1),
           lambda t, how=how: t.CrossEntropyLoss(reduction=how, label_smoothing=0.1), (normal(4, 3), LABELS))
       for how in ('sum', 'none')),
+    Row('nll', nn.NLLLoss, lambda t: t.NLLLoss(), (normal(4, 3), LABELS)),
+    Row('nll-sum', lambda: nn.NLLLoss(1, reduction='sum'), lambda t: t.NLLLoss(ignore_index=1, reduction='sum'),
+        (normal(4, 3, 2), np.array([[0, 1], [2, 1], [2, 2], [0, 0]], np.int32))),
     Row('softmax_loss', nn.SoftmaxLoss, lambda t: t.CrossEntropyLoss(), (normal(4, 3), LABELS)),
     Row('mse', nn.MSELoss, lambda t: t.MSELoss(), (normal(4, 3), normal(4, 3))),
     Row('rnn_cell', lambda: nn.RNNCell(4, 5), lambda t: t.RNNCell(4, 5), (normal(3, 4), normal(3, 5))),
@@ -437,8 +442,20 @@ def test_a_generator_or_a_given_mask_decides_what_dropout_drops():
 def test_dropout_passes_everything_in_evaluation():
     layer, x = nn.Dropout(0.5).eval(), Tensor(normal(3, 4))
     assert layer(x) is x and layer.forward(put(x.numpy()))[0] is not None and get(layer.count)[0] == 0
-    with pytest.raises(ValueError, match='Dropout: p: expected 0 <= p < 1, got 1'):
-        nn.Dropout(1)
+    with pytest.raises(ValueError, match='Dropout: p: expected 0 <= p <= 1, got 1.5'):
+        nn.Dropout(1.5)
+
+
+def test_dropout_of_everything_leaves_zeros():
+    layer, x = nn.Dropout(1.0), normal(3, 4)
+    leaf = Tensor(x, requires_grad=True)
+    for y in (layer(leaf), F.dropout(leaf, 1.0)):
+        y.sum().backward()
+        assert not y.numpy().any() and not leaf.grad.numpy().any()
+    z, ctx = layer.forward(put(x))
+    assert not get(z).any() and not get(layer.backward(put(x), ctx)).any() and layer.eval()(leaf) is leaf
+    with pytest.raises(ValueError, match='dropout: expected a probability below 1 of dropping an attention weight, got 1'):
+        nn.MultiHeadAttention(8, 2, dropout=1.0)(normal(2, 3, 8))
 
 
 # ---- the tree --------------------------------------------------------------------------------------------------------
