@@ -730,7 +730,7 @@ class NDArray(Array, Methods):
         if op != 'mean':
             return self._reduce(op, axis, keepdims)
         y = (self if self.dtype is not INT else self._cast(FLOAT))._reduce('sum', axis, keepdims)
-        return y / (self.size / y.size if y.size else 1)
+        return y._scalar('divide', self.size / y.size, False, y) if y.size else y
 
     @accepts_torch_names
     def softmax(self, axis: Axis = -1) -> NDArray:
@@ -754,12 +754,12 @@ class NDArray(Array, Methods):
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> NDArray:
         """Return the index of the maximum, the first of equals; NaN counts as largest.  axis=None: over the flattened array."""
         if axis is None:
-            x, kept = self.reshape(1, self.size), (1,) * self.ndim
+            x, kept = _matrix(self.compact(), 1, self.size), (1,) * self.ndim
         else:
             d, = normal_axes((axis,), self.ndim)
-            x = self.permute([*range(d), *range(d + 1, self.ndim), d])
+            x = self if d == self.ndim - 1 else self.permute([*range(d), *range(d + 1, self.ndim), d])
             kept = self.shape[:d] + (1,) + self.shape[d + 1:]
-            x = x.reshape(math.prod(x.shape[:-1]), self.shape[d])
+            x = _matrix(x.compact(), math.prod(x.shape[:-1]), self.shape[d])
         rows, n = x.shape
         if not n:
             raise ValueError(f'argmax of an array of shape {self.shape} over axis {axis}: it is undefined without elements')
@@ -768,8 +768,9 @@ class NDArray(Array, Methods):
         else:
             y = _new((rows,), INT, self.device, 'argmax')
             if rows:
-                self.device.argmax(y, x.compact())
-        return y.reshape(kept if keepdims else kept[:0] if axis is None else kept[:d] + kept[d + 1:])
+                self.device.argmax(y, x)
+        shape = kept if keepdims else kept[:0] if axis is None else kept[:d] + kept[d + 1:]
+        return NDArray(y.buffer, y.offset, shape, row_major(shape), INT)
 
     def _cumulated(self, axis: int) -> NDArray:
         """Return the sums of the first 1, 2, 3 ... elements along an axis, in log n steps: each adds to every element the one
@@ -1268,7 +1269,7 @@ def concatenate(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     y = _new(first.shape[:d] + (sum(a.shape[d] for a in arrays),) + first.shape[d + 1:], dtype, first.device, 'concatenate')
     start = 0
     for a in arrays:
-        y[(slice(None),) * d + (slice(start, start + a.shape[d]),)] = a
+        NDArray(y.buffer, start * y.strides[d], a.shape, y.strides, dtype)._write(a)
         start += a.shape[d]
     return _as_mask(y) if all(a.is_mask for a in arrays) else y
 
@@ -1284,7 +1285,7 @@ def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
             raise ValueError(f'stack: shapes {first.shape} and {other.shape} differ')
     y = _new(_checked(first.shape[:d] + (len(arrays),) + first.shape[d:]), dtype, first.device, 'stack')
     for i, a in enumerate(arrays):
-        y[(slice(None),) * d + (i,)] = a
+        NDArray(y.buffer, i * y.strides[d], a.shape, y.strides[:d] + y.strides[d + 1:], dtype)._write(a)
     return _as_mask(y) if all(a.is_mask for a in arrays) else y
 
 
