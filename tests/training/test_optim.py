@@ -115,6 +115,29 @@ def test_muon_moves_matrices_as_torch_does(torch):
         assert np.linalg.norm(get(params[name].value) - start[name] - moved) <= 0.03 * np.linalg.norm(moved), name
 
 
+@pytest.mark.parametrize('kind', ['module', 'alone', 'groups'])
+def test_muon_trains_tensors_as_it_trains_parameters(kind):
+    params, names = make_params(), [name for name in SHAPES if name[:6] != 'output' and name[:9] != 'embedding']
+    values = {name: get(params[name].value).copy() for name in names}
+
+    class Holder(nn.Module):
+        def __init__(self):
+            self.held = [nn.Parameter(value) for value in values.values()]
+    tensors = Holder().parameters() if kind == 'module' else [Tensor(value, requires_grad=True) for value in values.values()]
+    given = [{'params': [one], 'lr': 0.02} for one in tensors] if kind == 'groups' else tensors
+    ours, whole = Muon(given, 0.01 if kind == 'groups' else 0.02, weight_decay=0.1), Muon(params, 0.02, weight_decay=0.1)
+    for step in range(3):
+        grads = gradients(step, 1.0)
+        set_gradients(params, grads)
+        ours.zero_grad()
+        for name, one in zip(names, tensors, strict=True):
+            one.grad = grads[name]
+        ours.step()
+        whole.step()
+    for name, one in zip(names, tensors, strict=True):
+        assert (one.numpy() != values[name]).any() and np.abs(one.numpy() - get(params[name].value)).max() <= 1e-6, name
+
+
 @of_threads
 def test_muon_gives_the_same_bits_for_any_number_of_threads():
     before, results = backend.threads(), []
