@@ -174,8 +174,8 @@ def start_run(args, found, settings, data, model, optimizer, wanted=None):
     UserError if the ranks differ in flags, settings or data.
     """
     if distributed.size() > 1:
-        distributed.agree(flags=[args.epochs, args.max_steps, args.reduce, args.precision], settings=settings,
-                          data=data.train.digest())
+        names = 'epochs', 'max_steps', 'reduce', 'precision', 'no_plan', 'keep_best', 'patience'
+        distributed.agree(flags={name: getattr(args, name) for name in names}, settings=settings, data=data.train.digest())
     if settings['quant'] != 'none':
         print(model.config.ops.check(), flush=True)
         model.config.ops.step = optimizer.count

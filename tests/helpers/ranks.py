@@ -49,7 +49,8 @@ def run_ranks(ranks, *arguments, **variables):
 
 def lines_of(err, *programs):
     """Return the lines of standard error without those of mpirun about ranks that ended."""
-    return [line for line in err.splitlines() if line.startswith((*programs, 'rank ', 'error: '))]
+    lines = map(str.strip, err.splitlines())            # mpirun puts a blank before a line that follows one of its own
+    return [line for line in lines if line.startswith((*programs, 'rank ', 'error: '))]
 
 
 class Comm:

