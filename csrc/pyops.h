@@ -836,11 +836,16 @@ PYOPS_API pyops_status pyops_decaying_rate(
  * amax below 2^-126 becomes zeros.
  * csrc/number_format.inc has the arithmetic and the sources.
  */
-typedef enum { PYOPS_HIFP8 = 0, PYOPS_E4M3, PYOPS_E5M2, PYOPS_E2M1, PYOPS_BF16, PYOPS_FP16 } pyops_number_format;
+typedef enum {
+    PYOPS_HIFP8 = 0, PYOPS_E4M3, PYOPS_E5M2, PYOPS_E2M1, PYOPS_BF16, PYOPS_FP16, PYOPS_E3M2, PYOPS_E2M3, PYOPS_MXINT8,
+    PYOPS_INT8, PYOPS_INT4
+} pyops_number_format;
 typedef enum {
     PYOPS_ROUND_EVEN = 0, PYOPS_ROUND_AWAY, PYOPS_ROUND_DOWN, PYOPS_ROUND_STOCHASTIC, PYOPS_ROUND_HYBRID
 } pyops_rounding;       /* EVEN, AWAY: to nearest, ties to even or away from 0;  DOWN: towards 0 */
-typedef enum { PYOPS_SCALE_FLOOR = 0, PYOPS_SCALE_RCEIL, PYOPS_SCALE_CEIL, PYOPS_SCALE_EVEN } pyops_scale_rule;
+typedef enum {
+    PYOPS_SCALE_FLOOR = 0, PYOPS_SCALE_RCEIL, PYOPS_SCALE_CEIL, PYOPS_SCALE_EVEN, PYOPS_SCALE_FLOAT, PYOPS_SCALE_E4M3
+} pyops_scale_rule;
 enum { PYOPS_LONGEST_BLOCK = 4096 };
 
 PYOPS_API pyops_status pyops_fake_quantize(
@@ -857,6 +862,23 @@ PYOPS_API pyops_status pyops_decode(
     float *y, const uint16_t *codes, const uint8_t *scales, const float *factor,
     int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream);
 PYOPS_API pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream);
+
+/* ---- number formats with a float as the scale of each block, in one or two dimensions ----
+ * x, y and codes are (outer,rows,columns) in blocks of block_rows by block_columns, which may be smaller at the edges.
+ * scaled_quantize  scales (outer, blocks down, blocks across): by the rules of fake_quantize, or with a = max |x| of the block
+ *                  FLOAT: max(a / largest, 2^-126), 1 for a = 0;   E4M3: a / largest * factor[0], rounded to E4M3
+ *                  y = t * (x / t rounded to the format), t the scale, for E4M3 divided by factor[0];   for t = 0: 0.   codes:
+ *                  as by encode; either y or codes may be NULL, and y may be x.   A block with an infinity or NaN becomes NaN
+ * scaled_decode    y from codes and scales
+ * factor (1), only for E4M3, else NULL.   step, rounding, shift, flush, key: as for fake_quantize; numbers saturate.
+ */
+PYOPS_API pyops_status pyops_scaled_quantize(
+    float *y, uint16_t *codes, float *scales, const float *x, const float *factor, const int64_t *step,
+    int64_t outer, int64_t rows, int64_t columns, int64_t block_rows, int64_t block_columns,
+    int32_t format, int32_t rounding, int32_t rule, int32_t shift, int32_t flush, uint64_t key, void *stream);
+PYOPS_API pyops_status pyops_scaled_decode(
+    float *y, const uint16_t *codes, const float *scales, const float *factor,
+    int64_t outer, int64_t rows, int64_t columns, int64_t block_rows, int64_t block_columns, int32_t format, void *stream);
 
 /* ---- sparse gradients ----------------------------------------------------------------------
  * A batch looks up only some rows of an embedding; the gradient of the others stays 0 and need not be read.  So a buffer of

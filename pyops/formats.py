@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import operator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
     from pyops.typing import Array, Numbers, Shape
 
 FORMATS = ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
-ELEMENTS = ('e4m3', 'e5m2', 'e2m1')             # elements of block formats; on their own: casts without a scale
+MORE_FORMATS = ('mxfp6', 'mxint8', 'nvfp4', 'fp8', 'int8', 'int4')
+ELEMENTS = ('e4m3', 'e5m2', 'e2m1', 'e3m2', 'e2m3')         # elements of block formats; on their own: casts without a scale
 
 # in the order of pyops.h
-_NUMBERS = ('hifp8', 'e4m3', 'e5m2', 'e2m1', 'bf16', 'fp16')
+_NUMBERS = ('hifp8', 'e4m3', 'e5m2', 'e2m1', 'bf16', 'fp16', 'e3m2', 'e2m3', 'mxint8', 'int8', 'int4')
 _ROUNDINGS = ('rne', 'away', 'floor', 'stochastic', 'hybrid')
 _RULES = ('floor', 'rceil', 'ceil', 'even')
+_SCALE_FLOAT, _SCALE_E4M3 = 4, 5
+_MX = ('mxfp8', 'mxfp4', 'mxfp6', 'mxint8')                 # scales are powers of two
+_NVFP4_LARGEST = 448.0 * 6.0                    # the largest E4M3 scale times the largest E2M1
 
 # aliases of formats
 _ALIASES = {'hif8': 'hifp8', 'hifloat8': 'hifp8', 'bfloat16': 'bf16', 'float16': 'fp16', 'half': 'fp16', 'e4m3fn': 'e4m3',
@@ -60,6 +65,11 @@ _LIMITS = {
     'e2m1': _Element(1, 4, 6.0, 1.0, 0.5),
     'bf16': _Element(7, 16, 255 * 2.0 ** 120, 2.0 ** -126, 2.0 ** -133),
     'fp16': _Element(10, 16, 65504.0, 2.0 ** -14, 2.0 ** -24),
+    'e3m2': _Element(2, 6, 28.0, 2.0 ** -2, 2.0 ** -4),
+    'e2m3': _Element(3, 6, 7.5, 1.0, 2.0 ** -3),
+    'mxint8': _Element(6, 8, 127 / 64, 1.0, 2.0 ** -6),
+    'int8': _Element(6, 8, 127.0, 1.0, 1.0),
+    'int4': _Element(2, 4, 7.0, 1.0, 1.0),
 }
 
 
@@ -91,6 +101,21 @@ def _whole(least: int, most: int) -> Callable[[Any], int]:
     return convert
 
 
+def _blocks(*names: str) -> Callable[[Any], int | str]:
+    """Return a converter of block sizes: a number, 'RxC' for two dimensions, or one of the names."""
+    def convert(value: Any) -> int | str:
+        text = str(value).strip().lower()
+        if text in names:
+            return text
+        parts = text.split('x')
+        sizes = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 6]
+        if len(sizes) != len(parts) or len(sizes) > 2 or not all(1 <= size <= 4096 for size in sizes):
+            raise ValueError('expected a whole number from 1 to 4096, two of them such as 32x32'
+                             + (f', or {", ".join(names)}' if names else ''))
+        return sizes[-1] if len(sizes) == 1 or sizes[0] == 1 else f'{sizes[0]}x{sizes[1]}'
+    return convert
+
+
 def _target(value: Any) -> float:
     try:
         number = float(value)
@@ -106,14 +131,21 @@ _Options: TypeAlias = 'dict[str, tuple[Any, Callable[[Any], Any]]]'
 _ON_NUMBERS: _Options = {'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'overflow': ('inf', _choice('inf', 'saturate'))}
 _ON_BLOCKS: _Options = {
     'elem': ('e4m3', _choice('e4m3', 'e5m2')), 'scale': ('floor', _choice(*_RULES)),
-    'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'block': (32, _whole(1, 4096)), 'shift': (0, _whole(-256, 256)),
+    'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'block': (32, _blocks()), 'shift': (0, _whole(-256, 256)),
     'flush_subnormal_blocks': (False, _flag),
 }
+_ON_SCALED: _Options = {'round': _ON_BLOCKS['round'], 'block': ('axis', _blocks('axis', 'row', 'column', 'tensor'))}
 _OPTIONS: dict[str, _Options] = {
     'hifp8': _ON_NUMBERS | {'round': ('away', _choice(*_ROUNDINGS)), 'overflow': ('saturate', _ON_NUMBERS['overflow'][1]),
                             'amax_target': (None, _target)},
     'mxfp8': _ON_BLOCKS,
     'mxfp4': _ON_BLOCKS | {'elem': ('e2m1', _choice('e2m1'))},
+    'mxfp6': _ON_BLOCKS | {'elem': ('e3m2', _choice('e3m2', 'e2m3'))},
+    'mxint8': {name: option for name, option in _ON_BLOCKS.items() if name != 'elem'},
+    'nvfp4': {'round': _ON_BLOCKS['round'], 'block': (16, _blocks())},
+    'fp8': {'elem': _ON_BLOCKS['elem'], 'round': _ON_BLOCKS['round'], 'block': (128, _ON_SCALED['block'][1])},
+    'int8': _ON_SCALED,
+    'int4': _ON_SCALED,
     'bf16': _ON_NUMBERS,
     'fp16': _ON_NUMBERS,
 } | {name: _ON_NUMBERS | {'overflow': ('saturate', _ON_NUMBERS['overflow'][1])} for name in ELEMENTS}
@@ -147,15 +179,26 @@ class Format:
     @property
     def element(self) -> str:
         """The format of a single element: 'e4m3' for mxfp8."""
-        return self.option('elem') or self.name
+        return self.option('elem') or ('e2m1' if self.name == 'nvfp4' else self.name)
 
     @property
     def is_block(self) -> bool:
-        return self.name in ('mxfp8', 'mxfp4')
+        """Whether blocks along one axis have a power of two as scale."""
+        return self.name in _MX and isinstance(self.option('block'), int)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether blocks in one or two dimensions have a float as scale, which may be rounded to E4M3 or a power of two."""
+        return not self.is_block and (self.name in _MX or self.name in ('nvfp4', 'fp8', 'int8', 'int4'))
+
+    @property
+    def depends_on_axis(self) -> bool:
+        """Whether the result depends on the axis."""
+        return self.is_block or self.is_scaled and (isinstance(self.option('block'), int) or self.option('block') == 'axis')
 
     @property
     def block(self) -> int:
-        """Number of elements that share a scale; 0 for formats without scales."""
+        """Number of elements along the axis that share a power of two as scale; 0 for other formats."""
         return self.option('block') if self.is_block else 0
 
     @property
@@ -174,6 +217,29 @@ class Format:
                 self.option('shift') or 0, bool(self.option('flush_subnormal_blocks')))
 
 
+    def scaled_scalars(self) -> tuple[int, int, int, int, bool]:
+        """Return format, rounding, rule, shift, flush: the arguments of pyops_scaled_quantize."""
+        rule = _SCALE_E4M3 if self.name == 'nvfp4' else _RULES.index(self.option('scale')) if self.name in _MX else _SCALE_FLOAT
+        return (_NUMBERS.index(self.element), _ROUNDINGS.index(self.option('round')), rule, self.option('shift') or 0,
+                bool(self.option('flush_subnormal_blocks')))
+
+    def grid(self, shape: Shape, axis: int) -> tuple[int, int, int, int, int]:
+        """Return outer, rows, columns, block_rows, block_columns of pyops_scaled_quantize for an array of this shape."""
+        outer, n, inner = _layout(shape, axis % max(len(shape), 1))
+        rows, columns, block = math.prod(shape[:-1]), shape[-1] if shape else 1, self.option('block')
+        if block == 'tensor':
+            return 1, 1, outer * n * inner, 1, max(outer * n * inner, 1)
+        if block == 'row':
+            return 1, rows, columns, 1, max(columns, 1)
+        if block == 'column':
+            return 1, rows, columns, max(rows, 1), 1
+        if block == 'axis' or isinstance(block, int):
+            length = max(n, 1) if block == 'axis' else block
+            return (1, outer, n, 1, length) if inner == 1 else (outer, n, inner, length, 1)
+        down, across = map(int, block.split('x'))
+        return 1, rows, columns, down, across
+
+
 SCALARS = 'block', 'format', 'rounding', 'saturate', 'rule', 'shift', 'flush'       # names of Format.scalars() in pyops.h
 
 
@@ -182,10 +248,37 @@ def of_scalars(block: int, number: int, rounding: int, saturate: bool, rule: int
     """Return the Format with these `scalars`.  target: the amax_target option."""
     element, round = _NUMBERS[number], _ROUNDINGS[rounding]
     if block:
-        return parse('mxfp4' if element == 'e2m1' else 'mxfp8', elem=element, scale=_RULES[rule], round=round, block=block,
-                     shift=shift, flush_subnormal_blocks=flush)
+        return _mx(element, scale=_RULES[rule], round=round, block=block, shift=shift, flush_subnormal_blocks=flush)
     scaled = {} if target is None else {'amax_target': target}
     return parse(element, round=round, overflow='saturate' if saturate else 'inf', **scaled)
+
+
+def of_grid(grid: tuple[int, int, int, int, int], shape: Shape, number: int, rounding: int, rule: int, shift: int,
+            flush: bool) -> tuple[Format, int | str]:
+    """Return a Format and an axis that round an array of this shape as pyops_scaled_quantize does with these arguments."""
+    outer, rows, columns, down, across = grid
+    axis: int | str = -1
+    block: int | str = f'{down}x{across}'
+    if outer == rows == 1 and across >= columns == math.prod(shape):
+        block = 'tensor'
+    elif across == 1 and outer * rows > 1:
+        fits = [i for i in range(len(shape)) if shape[i] == rows and math.prod(shape[i + 1:]) == columns]
+        block, axis = 'axis' if down >= rows else down, fits[0] if fits else 'tokens'
+    elif down == 1:
+        block = 'axis' if across >= columns else across
+    element, round = _NUMBERS[number], _ROUNDINGS[rounding]
+    if rule == _SCALE_E4M3:
+        return parse('nvfp4', round=round, block=block), axis
+    if rule == _SCALE_FLOAT:
+        name, options = (element, {}) if element in ('int8', 'int4') else ('fp8', {'elem': element})
+        return parse(name, round=round, block=block, **options), axis
+    return _mx(element, scale=_RULES[rule], round=round, block=block, shift=shift, flush_subnormal_blocks=flush), axis
+
+
+def _mx(element: str, **options: Any) -> Format:
+    """Return the format with powers of two as scales that has this element."""
+    name = {'e2m1': 'mxfp4', 'e3m2': 'mxfp6', 'e2m3': 'mxfp6', 'mxint8': 'mxint8'}.get(element, 'mxfp8')
+    return parse(name, **options, **({} if name == 'mxint8' else {'elem': element}))
 
 
 def _text(value: Any) -> str:
@@ -215,7 +308,7 @@ def parse(fmt: str | Format, **options: Any) -> Format:
         raise TypeError(f'fmt: expected the name of a number format, got {type(fmt).__name__}')
     name = _ALIASES.get(name.strip().lower(), name.strip().lower())
     if name not in _OPTIONS:
-        raise FormatError(f'{name or "(nothing)"}: no such number format; {_nearest(name, FORMATS + ELEMENTS)}')
+        raise FormatError(f'{name or "(nothing)"}: no such number format; {_nearest(name, FORMATS + MORE_FORMATS + ELEMENTS)}')
     known, wanted = _OPTIONS[name], {}
     for key, value in (given | options).items():
         if key == 'saturate' and 'overflow' in known:           # an alias of overflow
@@ -240,7 +333,8 @@ class Codes(NamedTuple):
     """Numbers encoded in a format.
 
     codes (shape of x): uint8, or uint16 for formats of 16 bits.  scales: uint8, the codes of the blocks' scales, in the shape
-    of x with one element per block along `axis`; None without blocks.  factor: float32 (1,), by which x was multiplied, or
+    of x with one element per block along `axis`; None without blocks.  If Format.is_scaled, they are float32 numbers, (outer,
+    blocks down, blocks across) of Format.grid.  factor: float32 (1,), by which x was multiplied, or the scales of nvfp4; or
     None.
     """
     codes: Array
@@ -266,9 +360,12 @@ def fake_quantize(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, name
         from pyops.ndarray import array
         rounded: Any = fake_quantize(kernel_array, f, axis, step=step, seed=seed)
         return array(rounded, device=x.device)          # type: ignore[union-attr, arg-type]
-    values, layout, _ = _prepared(x, axis)
+    values, layout, axis = _prepared(x, axis)
     y = _empty(values, values.shape, np.float32, name, kind)
     factor = _factor(values, f)
+    if f.is_scaled:
+        _launch_scaled(y, None, values, factor, f, axis, step, seed)
+        return y
     backend.launch('fake_quantize', y, values, factor, _step(values, f, step), *layout, *f.scalars(), seed)
     return y
 
@@ -277,14 +374,18 @@ def encode(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, step: Array
            **options: Any) -> Codes:
     """Return x as Codes of a number format: numpy arrays, or NDArrays on a GPU.  Arguments and errors as for fake_quantize.
 
-    ValueError if x contains an infinity or NaN and the format is E2M1 without blocks, which cannot encode them.
+    ValueError if x contains an infinity or NaN and the format is E2M1, E3M2 or E2M3 without blocks, which cannot encode them.
     """
     f = parse(fmt, **options)
     values, layout, axis = _prepared(x, axis)
-    if f.name == 'e2m1' and not np.isfinite(backend.get(values)).all():
-        raise ValueError('x: e2m1 has no code for infinities and NaN; encode blocks of it: mxfp4')
+    if f.name in ('e2m1', 'e3m2', 'e2m3') and not np.isfinite(backend.get(values)).all():
+        raise ValueError(f'x: {f.name} has no code for infinities and NaN; encode blocks of it: {_mx(f.name).name}')
     shape = values.shape
     codes = _empty(values, shape, np.uint16, 'codes')
+    if f.is_scaled:
+        factor = _factor(values, f)
+        scales = _launch_scaled(None, codes, values, factor, f, axis, step, seed)
+        return Codes(codes.astype(np.uint8) if isinstance(codes, np.ndarray) else codes, scales, f, axis, factor)
     blocks = -(-shape[axis] // f.block) if f.is_block and shape else 1
     scales = _empty(values, (*shape[:axis], blocks, *shape[axis + 1:]), np.uint8, 'scales') if f.is_block else None
     factor = _factor(values, f)
@@ -297,12 +398,44 @@ def decode(codes: Codes) -> Array:
     words = codes.codes.astype(np.uint16) if isinstance(codes.codes, np.ndarray) else codes.codes
     layout = _layout(words.shape, codes.axis)
     y = _empty(words, words.shape, np.float32, 'decoded')
+    if codes.format.is_scaled:
+        backend.launch('scaled_decode', y, words, codes.scales, codes.factor, *codes.format.grid(words.shape, codes.axis),
+                       codes.format.scaled_scalars()[0])
+        return y
     backend.launch('decode', y, words, codes.scales, codes.factor, *layout, *codes.format.scalars()[:2])
     return y
 
 
+def element_scales(x: Numbers | Array, fmt: str | Format, axis: int = -1) -> np.ndarray:
+    """Return the scale of each element, float32 in x's shape, of a format with Format.is_scaled; NaN in a broken block."""
+    f = parse(fmt)
+    codes = encode(x, f, axis)
+    scales: Any = np.asarray(backend.get(codes.scales))
+    if codes.factor is not None:
+        scales = scales / np.asarray(backend.get(codes.factor))
+    shape = np.shape(x)
+    _, rows, columns, down, across = f.grid(shape, codes.axis)
+    scales = scales.repeat(down, 1)[:, :rows].repeat(across, 2)[:, :, :columns]
+    return scales.reshape(shape)
+
+
+def _launch_scaled(y: Any, codes: Any, x: Array, factor: Array | None, f: Format, axis: int, step: Array | None,
+                   seed: int) -> Array:
+    """Round x, an array of _prepared, into y or codes.  Return the scales of the blocks."""
+    outer, rows, columns, down, across = grid = f.grid(x.shape, axis)
+    scales = _empty(x, (outer, -(-rows // down), -(-columns // across)), np.float32, 'scales')
+    backend.launch('scaled_quantize', y, codes, scales, x, factor, _step(x, f, step), *grid, *f.scaled_scalars(), seed)
+    return scales           # type: ignore[no-any-return]
+
+
 def _prepared(x: Any, axis: int) -> tuple[Any, tuple[int, int, int], int]:
     """Return x as a compact float32 array, its layout (outer, n, inner), and axis >= 0."""
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f'axis: expected an integer, got {axis!r}') from None
+    if type(x).__module__.partition('.')[0] == 'torch':             # numpy converts neither bfloat16 nor tensors with gradients
+        x = x.detach().cpu().float().numpy()
     x = backend.as_kernel_array(x)
     if not isinstance(x, backend.Array):
         x = np.ascontiguousarray(x, np.float32).reshape(np.shape(x))       # keeps shape () of a number
@@ -326,10 +459,11 @@ def _empty(x: Array, shape: Shape, dtype: Any, name: str, kind: str = 'intermedi
 
 
 def _factor(x: Array, f: Format) -> Array | None:
-    if not f.option('amax_target'):
+    target = _NVFP4_LARGEST if f.name == 'nvfp4' else f.option('amax_target')
+    if not target:
         return None
     factor = _empty(x, (1,), np.float32, 'factor')
-    backend.launch('amax_factor', factor, x, x.size, f.option('amax_target'))
+    backend.launch('amax_factor', factor, x, x.size, target)
     return factor
 
 
@@ -339,4 +473,5 @@ def _step(x: Array, f: Format, step: Array | None) -> Array | None:
     return step if step is not None else backend.device_of(x).zeros(1, np.int64)
 
 
-declare(fake_quantize=Kernel(rounds='x'), encode=Kernel(), decode=Kernel(), amax_factor=Kernel())
+declare(fake_quantize=Kernel(rounds='x'), encode=Kernel(), decode=Kernel(), amax_factor=Kernel(),
+        scaled_quantize=Kernel(rounds='x'), scaled_decode=Kernel())

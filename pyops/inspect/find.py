@@ -275,6 +275,10 @@ class _Finder:
         """Return the Format of action j, a rounding, and the block axis in the saved array, which has this shape."""
         from pyops import formats
         sizes, tensors, target = self.actions[j].scalars, self.actions[j].tensors, None
+        if 'block_rows' in sizes:
+            grid, more = (tuple(sizes[name] for name in names) for names in (
+                ('outer', 'rows', 'columns', 'block_rows', 'block_columns'), ('format', 'rounding', 'rule', 'shift', 'flush')))
+            return formats.of_grid(grid, shape, *more)
         if 'factor' in tensors:
             target = self.actions[self.plan.writer(j, 'factor')].scalars['target']
         n, inner = sizes['n'], sizes['inner']

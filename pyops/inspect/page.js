@@ -510,7 +510,7 @@ const VIEWS = {values: 'value', rounded: 'rounded', error: 'rounded \u2212 value
 function drawMap(tensor, chosen, detail, zoomed = null) {
   const {view, format} = chosen, rounded = detail.formats[format];
   const map = view === 'values' ? detail.values : rounded[view];
-  if (!map) return empty('map', `${format} has no block scales: every value is rounded separately.`);
+  if (!map) return empty('map', `${format} has no scales that are powers of two.`);
   if (!map.shape[0] || !map.shape[1]) return empty('map', 'The tensor is empty.');
   const {traces, largest, hasInfinite} = heat(map, VIEWS[view]);
   if (view === 'scales') traces[0].colorscale = 'Cividis';
@@ -586,7 +586,7 @@ function rangesOf(format) {
 
 function drawExponents(detail, format, numbers) {
   const {first, counts} = detail.formats[format.name].exponents;
-  const unit = format.block ? '|x| / block scale' : '|x|';
+  const unit = format.block || format.scaled ? '|x| / block scale' : '|x|';
   $('exponents-title').textContent = `Magnitudes: log2 ${unit}, with the range of ${format.name}`;
   const ranges = rangesOf(format);
   $('ranges').replaceChildren(...ranges.map(range => {

@@ -27,7 +27,7 @@ def describe_format(fmt):
     """Return the name, colour and limits of a format."""
     f = number_formats.parse(fmt)
     return {'name': str(f), 'colour': colours.of(f), 'max': f.max, 'min_normal': f.min_normal,
-            'min_subnormal': f.min_subnormal, 'block': f.block}
+            'min_subnormal': f.min_subnormal, 'block': f.block, 'scaled': f.is_scaled}
 
 
 def used_formats(entries, formats):
@@ -98,6 +98,10 @@ def _rounded(x, mask, axis, fmt, limits, side, window):
         exponents -= 2 * _repeat_scales(scales, x.shape, axis, f.block)
         # the scale of a block of zeros means nothing
         result['scales'] = _map(scales.astype(np.float32), ~statistics.zero_blocks(x, f, axis), side)
+    elif f.is_scaled and x.size:
+        flat, along = (x.reshape(matrix_shape(x.shape)), 0) if axis == 'tokens' else (x, axis)
+        with np.errstate(all='ignore'):
+            exponents = _half_octaves(np.nan_to_num(x / number_formats.element_scales(flat, f, along).reshape(x.shape)))
     counted = np.isfinite(x) & (x != 0)
     exponents = exponents[counted if mask is None else counted & mask]
     first = int(exponents.min()) if exponents.size else 0

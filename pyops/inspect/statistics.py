@@ -155,8 +155,8 @@ def _add(sums: dict[str, np.ndarray], counts: dict[str, int], tile: _Tile, f: Fo
         both_finite = is_finite & np.isfinite(q)
         counts['nan'] += _count(valid & np.isnan(x))
         counts['inf'] += _count(valid & np.isinf(x))
-        # in formats with blocks one NaN or infinity makes the whole block NaN
-        poisoned = is_finite & ~both_finite & (~np.isfinite(x)).any(2, keepdims=True) if f.is_block else np.zeros(x.shape, bool)
+        # in formats with blocks one NaN or infinity makes the whole block NaN, with its scale
+        poisoned = is_finite & ~both_finite & np.isnan(tile.scale)
         counts['poisoned'] += _count(poisoned)
         is_lost = is_finite & ~both_finite & ~poisoned
         overflow, known = is_lost.sum(2), both_finite | is_lost
@@ -247,7 +247,8 @@ def block_scales(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     """
     f = formats.parse(fmt)
     if not f.is_block:
-        raise ValueError(f'{f}: has no scales; expected mxfp8 or mxfp4')
+        raise ValueError(f'{f}: has no scales that are powers of two; expected mxfp8, mxfp6, mxfp4 or mxint8 with blocks along '
+                         'one axis')
     view = _Blocks(x, f, axis, None)
     return view.exponents().reshape(view.shape)
 
@@ -279,7 +280,7 @@ class _Tile(NamedTuple):
     """A part of a tensor, of shape (outer, blocks, values of a block, inner).  blocks: slices of the sums of its blocks."""
     x: np.ndarray               # float64
     q: np.ndarray               # float64
-    scale: np.ndarray | float   # 2^s of each block
+    scale: np.ndarray | float   # of each block or value
     valid: np.ndarray           # bool, False at padding and beyond the end of the last block
     is_full: bool               # valid is True everywhere
     blocks: tuple
@@ -301,7 +302,7 @@ class _Blocks:
         self.full = math.prod(flat.shape[:axis]), self.n, math.prod(flat.shape[axis + 1:])
         self.shape_of_sums = self.full[0], count, self.full[2]
         self.shape = (*flat.shape[:axis], count, *flat.shape[axis + 1:]) if flat.ndim else ()
-        self.x = flat.reshape(self.full)
+        self.x, self.flat, self.axis = flat.reshape(self.full), flat, axis
         self.valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(self.full)
 
     def amax(self) -> np.ndarray:
@@ -323,8 +324,10 @@ class _Blocks:
 
     def tiles(self) -> Iterator[_Tile]:
         outer, n, inner = self.full
-        rounded = formats.fake_quantize(self.x, self.f, 1)
+        rounded: Any = formats.fake_quantize(self.flat, self.f, self.axis)
+        rounded = rounded.reshape(self.full)
         scale: Any = 1.0
+        each = formats.element_scales(self.flat, self.f, self.axis).reshape(self.full) if self.f.is_scaled else None
         if self.f.is_block:
             scale = np.exp2(self.exponents())
         elif self.f.option('amax_target'):
@@ -341,9 +344,12 @@ class _Blocks:
                     x, is_full = self._padded(self.x[values], np.float64)
                     valid = np.ones(self.x[values].shape, bool) if self.valid is None else self.valid[values]
                     valid, _ = self._padded(valid, bool)
-                    yield _Tile(x, self._padded(rounded[values], np.float64)[0],
-                                scale[blocks][:, :, None] if isinstance(scale, np.ndarray) else scale,
-                                valid, is_full and self.valid is None, blocks)
+                    if each is not None:
+                        of_tile = self._padded(each[values], np.float64)[0]
+                    else:
+                        of_tile = scale[blocks][:, :, None] if isinstance(scale, np.ndarray) else scale
+                    yield _Tile(x, self._padded(rounded[values], np.float64)[0], of_tile, valid,
+                                is_full and self.valid is None, blocks)
 
     def _padded(self, part: np.ndarray, dtype: Any) -> tuple[np.ndarray, bool]:
         """Return a part as (outer, blocks, block, inner), zero-padded to whole blocks, and whether it needed no padding."""

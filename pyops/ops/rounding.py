@@ -51,7 +51,7 @@ class Rounding:
     def same(self, one: str, other: str) -> bool:
         """Return whether both operands, which are the same tensor, have the same rounded copy for all axes."""
         fmt = self.formats.get(one)
-        return fmt == self.formats.get(other) and (fmt is None or not (fmt.is_block or fmt.is_stochastic))
+        return fmt == self.formats.get(other) and (fmt is None or not (fmt.depends_on_axis or fmt.is_stochastic))
 
 
 class Kept(NamedTuple):

@@ -396,6 +396,16 @@ def test_arrays_of_any_kind():
         encode([1, math.nan], 'e2m1')
 
 
+@on_the_cpu
+def test_tensors_of_torch_and_a_missing_axis(torch):
+    x = torch.linspace(-3, 3, 40).reshape(2, 20)
+    want = fake_quantize(x.numpy(), 'mxfp8')
+    assert same(fake_quantize(x.clone().requires_grad_(), 'mxfp8'), want).all()
+    assert same(fake_quantize(x.bfloat16(), 'mxfp8'), fake_quantize(x.bfloat16().float().numpy(), 'mxfp8')).all()
+    with pytest.raises(TypeError, match='^axis: expected an integer, got None$'):
+        fake_quantize(x, 'mxfp8', None)
+
+
 def test_names_and_options():
     assert FORMATS == ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
     for name in FORMATS + ELEMENTS:
@@ -436,7 +446,7 @@ def test_kernels_refuse_what_they_do_not_know():
     def call(*values):
         backend.launch('fake_quantize', x, x, None, None, *values, 0)
     for values, message in {
-            (1, 4, 1, -1, 0, 0, 0, 0, 0, 0): 'block=-1', (1, 4, 1, 0, 9, 0, 0, 0, 0, 0): 'format=9',
+            (1, 4, 1, -1, 0, 0, 0, 0, 0, 0): 'block=-1', (1, 4, 1, 0, 11, 0, 0, 0, 0, 0): 'format=11',
             (1, 4, 1, 0, 1, 4, 0, 0, 0, 0): 'rounding=4, expected another rounding or format 0',
             (1, 4, 1, 0, 1, 3, 0, 0, 0, 0): 'step is NULL, expected an array for stochastic rounding',
             (1, 4, 1, 32, 1, 0, 0, 7, 0, 0): 'rule=7', (1, 4, 1, 32, 1, 0, 0, 0, 999, 0): 'shift=999',

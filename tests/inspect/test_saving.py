@@ -561,6 +561,7 @@ def test_steps_that_are_not_saved_are_whole_replays(tmp_path, monkeypatch):
 
 RECIPE = ('fwd=mxfp8:block=4,dgrad=mxfp4:block=8:scale=even,wgrad.g=mxfp8:block=7,wgrad.x=mxfp8:elem=e5m2:block=3,'
           'attention=mxfp8:block=5,dq=bf16,dk=bf16,dv.p=mxfp4:block=7')
+SCALED = 'fwd.x=nvfp4:block=3,fwd.w=mxfp8:block=2x3,dgrad.g=int8,dgrad.w=fp8:block=2x2,wgrad=int4,attention=mxfp6:block=3'
 QUANTIZED = {
     'transformer': lambda made: of_transformer(ops=made),
     'no_dropout': lambda made: of_transformer(ops=made, dropout=0.0, layers=1),
@@ -570,7 +571,7 @@ QUANTIZED = {
     'mnist': lambda made: of_mnist(layer_ops=made)}
 
 
-@pytest.mark.parametrize('recipe', [RECIPE, 'hifp8'])
+@pytest.mark.parametrize('recipe', [RECIPE, 'hifp8', SCALED])
 @pytest.mark.parametrize('name', QUANTIZED)
 def test_every_rounded_operand_can_be_made_again_from_what_was_saved(name, recipe, monkeypatch):
     made = []           # (layer, product, operand, Format, rounded)

@@ -35,7 +35,7 @@ EXPECTED_SQNR = {
                 'mxfp8:elem=e5m2': 25.3, 'mxfp8:elem=e5m2:scale=rceil': 25.6, 'mxfp4': 18.0, 'mxfp4:scale=rceil': 17.6,
                 'mxfp4:scale=even': 18.1}}
 ALL = [*formats.FORMATS, *formats.ELEMENTS, 'mxfp8:elem=e5m2:scale=rceil:block=16', 'fp16:saturate', 'hifp8:amax_target=8',
-       'mxfp4:round=stochastic']
+       'mxfp4:round=stochastic', 'mxfp6', 'nvfp4', 'int8:block=row', 'fp8:block=4x32', 'mxint8:block=2x16']
 
 
 @pytest.mark.parametrize('data', EXPECTED_SQNR)
@@ -78,7 +78,9 @@ def formulas(x, f, axis, mask):
     q = formats.fake_quantize(flat, f, axis)
     codes = formats.encode(flat, f, axis) if f.is_block or f.option('amax_target') else None
     scale = np.ones_like(flat, np.float64)
-    if f.is_block:
+    if f.is_scaled:
+        scale = formats.element_scales(flat, f, axis)
+    elif f.is_block:
         s = np.where(codes.scales == 255, np.nan, 2.0 ** (codes.scales.astype(float) - 127))
         scale = np.take(s, np.arange(flat.shape[axis]) // f.block, axis)
     elif codes:
@@ -173,7 +175,7 @@ def test_every_block_has_the_statistics_of_a_tensor_of_its_values(fmt, axis, til
         codes = formats.encode(flat, f, along).scales
         assert np.array_equal(block_scales(x, fmt, axis), codes.astype(float) - 127)
     else:
-        with pytest.raises(ValueError, match='hifp8: has no scales'):
+        with pytest.raises(ValueError, match='hifp8: has no scales that are powers of two'):
             block_scales(x, fmt, axis)
 
 

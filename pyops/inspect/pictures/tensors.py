@@ -121,6 +121,10 @@ def _round(x, mask, fmt, axis, view, cover, window, sampled):
         used = numbers.valid(np.where(is_zero, np.nan, repeated), mask)
         used = used[np.isfinite(used)]
         exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
+    elif fmt.is_scaled and x.size:
+        used = numbers.valid(number_formats.element_scales(x, fmt, axis), mask)
+        used = np.log2(used[np.isfinite(used) & (used > 0)])
+        exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
     elif fmt.option('amax_target') and (amax := float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))):
         exponents = (math.log2(amax / fmt.option('amax_target')),) * 3
     q_sampled = numbers.sample(numbers.valid(q, mask))
