@@ -226,13 +226,7 @@ class NDArray(Array, Methods):
         if self.size and min(self.strides, default=0) < 0:              # torch would abort the process
             raise BufferError(f'array of shape {self.shape}: DLPack consumers may not support negative strides, got '
                               f'{self.strides}; export .copy()')
-        asked = None if dl_device is None else (int(dl_device[0]), int(dl_device[1]))
-        if not self.device.is_host and asked in (None, self.device.dlpack_device):
-            return self.device.dlpack(self, stream, max_version is not None and max_version[0] >= 1, copy)
-        if not self.device.is_host and copy is False:
-            raise BufferError(f'array on {self.device}: DLPack device {asked} needs a copy, but copy is False')
-        how: dict[str, Any] = dict(max_version=max_version, dl_device=asked, copy=copy if self.device.is_host else None)
-        return self.numpy().__dlpack__(**{name: value for name, value in how.items() if value is not None})
+        return self.device.dlpack(self, stream, max_version, None if dl_device is None else tuple(map(int, dl_device)), copy)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device.dlpack_device

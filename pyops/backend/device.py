@@ -128,13 +128,13 @@ class Device:
         """Return the address of the first byte of a Buffer's owner."""
         raise NotImplementedError
 
-    def dlpack(self, x, stream, versioned, copy):
-        """Return a DLPack capsule over the memory of an NDArray, or with `copy` of a copy, for work that the consumer enqueues
-        on `stream`: an address, None for CUDA's default stream, -1 for no synchronization.  For devices other than the CPU."""
-        raise NotImplementedError
+    def dlpack(self, x, stream, max_version, dl_device, copy):
+        """Return a DLPack capsule over the memory of an NDArray, or with `copy` of a copy.
 
-    def from_dlpack(self, x):
-        """Return an NDArray over the memory of another library's array on this device, not the CPU."""
+        stream: the consumer's, an address; None: CUDA's default stream; -1: no synchronization
+        max_version: the newest version of DLPack that the consumer knows, or None;  dl_device: where the memory shall be
+        BufferError for another device than this one; a GPU also copies to the CPU.
+        """
         raise NotImplementedError
 
     # ---- launch and synchronize

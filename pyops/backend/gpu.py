@@ -232,13 +232,18 @@ class GPU(KernelOperations):
     def bits(self, x, dtype):
         return self._array_type(x.buffer, x.offset, x.shape, x.strides, dtype)
 
-    def dlpack(self, x, stream, versioned, copy):
+    def dlpack(self, x, stream, max_version, dl_device, copy):
+        if dl_device not in (None, self.dlpack_device):
+            if copy is False:
+                raise BufferError(f'array on {self}: DLPack device {dl_device} needs a copy, but copy is False')
+            return x.cpu().__dlpack__(max_version=max_version, dl_device=dl_device)
         x = x.copy() if copy else x
         if stream not in (-1, self.stream):
             self.synchronize()                  # no event for the consumer's stream to wait for: wait here
-        return dlpack.exported(x, versioned, bool(copy))
+        return dlpack.exported(x, max_version is not None and max_version[0] >= 1, bool(copy))
 
     def from_dlpack(self, x):
+        """Return an NDArray over the memory of another library's array on this GPU."""
         memory = dlpack.Imported(dlpack.capsule_of(x, self.stream))
         return self._array_type(Buffer(self, memory, memory.address, True), memory.offset, memory.shape, memory.strides,
                                 memory.dtype)

@@ -79,6 +79,10 @@ class Host(Device):
     def address(self, owner):
         return location(owner)
 
+    def dlpack(self, x, stream, max_version, dl_device, copy):
+        how = dict(max_version=max_version, dl_device=dl_device, copy=copy)
+        return x.numpy().__dlpack__(**{name: value for name, value in how.items() if value is not None})
+
     # ---- launch and synchronize
 
     def synchronize(self):
