@@ -19,7 +19,7 @@ PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *s
 INDEX = ROOT / 'docs' / 'README.md'
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 # Packages that the examples of a page import and that the extra `test` does not install.
-PACKAGES = {'docs/export.md': ['torch', 'ctranslate2', 'onnx', 'onnxruntime']}
+PACKAGES = {'docs/export.md': ['torch', 'ctranslate2', 'onnx', 'onnxruntime'], 'docs/torch.md': ['torch']}
 NUMBER = re.compile(r'\d+(?:\.\d+)?(?:e[+-]?\d+)?')
 
 
