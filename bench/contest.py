@@ -16,6 +16,10 @@ from pyops.flags import positive_int
 NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile'}
 BF16 = '-bf16'          # end of the kind of a contestant whose products have bfloat16 factors: for PyTorch autocast
 NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()}
+# in translation: a program and its compute type
+COMPUTE = {f'{kind}/{compute}': f'{name} {compute}' for kind, name in (('ours', 'pyops'), ('ct2', 'CTranslate2'))
+           for compute in ('float32', 'bf16', 'int8')}
+NAMES |= COMPUTE
 
 
 def add_contestant_flags(p):

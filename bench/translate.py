@@ -1,20 +1,24 @@
-"""Time greedy translation against PyTorch, on the same sentences with the same weights.
+"""Time greedy translation against PyTorch and CTranslate2, on the same sentences with the same weights.
 
     python -m bench.translate seq2seq               one sentence alone, and 1000 in batches
     python -m bench.translate transformer --save    and append the figures to bench/results/translate.jsonl
+    python -m bench.translate transformer --no-torch --compute bf16 int8 --ctranslate2 float32 int8
+
+--compute adds our compute types, --ctranslate2 those of CTranslate2 (only for the transformer).
 
 The weights are untrained: no sentence ends early, so all contestants decode equally many tokens.  Each contestant uses the
 fastest of several batch sizes, which it tries first.
 """
-import importlib
+import importlib.util
 import json
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 from bench import results
 from bench.contest import NAMES, Contestant, add_flags, kinds_of, percentiles, print_figures
-from pyops.errors import exits_cleanly
+from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, positive_int
 
 PROGRAM = 'bench.translate'
@@ -26,6 +30,9 @@ def parse(argv):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('program', choices=('seq2seq', 'transformer'))
     p.add_argument('--no-torch', action='store_true', help='ours alone')
+    p.add_argument('--compute', nargs='+', choices=('bf16', 'int8'), default=[], help='also ours in these compute types')
+    p.add_argument('--ctranslate2', nargs='+', choices=('float32', 'int8'), default=[], metavar='TYPE',
+                   help='also CTranslate2 in these compute types: float32, int8')
     p.add_argument('--sentences', type=positive_int, default=1000, metavar='N', help='in batches (default 1000)')
     p.add_argument('--turns', type=positive_int, default=7, metavar='N', help='timed turns with all of them (default 7), '
                    f'and twice as many with {ALONE} one by one')
@@ -70,9 +77,21 @@ def contest(args, kinds, threads):
     return about, one, many, differ
 
 
+def contestants(args):
+    """Return the kinds of contestants.   UserError if a package is missing"""
+    if args.ctranslate2 and args.program != 'transformer':
+        raise UserError(f'--ctranslate2: has no model like {args.program}; leave it out, or time transformer')
+    for package, remedy in (('ctranslate2', f'{sys.executable} -m pip install ctranslate2'),
+                            ('transformer.export', 'a newer pyops')):
+        if args.ctranslate2 and importlib.util.find_spec(package) is None:
+            raise UserError(f'--ctranslate2: {package} is not installed; install it: {remedy}')
+    return [*kinds_of(args, not args.no_torch), *(f'ours/{name}' for name in args.compute),
+            *(f'ct2/{name}' for name in args.ctranslate2)]
+
+
 def main(argv=None):
     args = parse(argv)
-    kinds = kinds_of(args, not args.no_torch)
+    kinds = contestants(args)
     from pyops import backend
     threads = args.threads or backend.threads()
     about, one, many, differ = contest(args, kinds, threads)

@@ -140,7 +140,7 @@ class Contest:
         self.write_model(folder, config, Model(config))
         return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}'
 
-    def translate(self, folder, kind):
+    def translate(self, folder, kind, threads=1):
         """Return turn(first, last, size), which translates these sentences, `size` at a time, and a function that turns its
         result into the worker's answer: the tokens.  Our plans persist between turns, as when sentences are served."""
         from pyops.text.pairs import Sequences
@@ -148,8 +148,11 @@ class Contest:
         config = self.config(folder)
         with np.load(folder / 'data.npz') as file:
             source = file['source']
-        if kind == 'ours':
-            decode = self.ours()[1](config).decoding()
+        who, _, compute = kind.partition('/')
+        if who == 'ours':
+            decode = self._model(config, folder, compute).decoding()
+        elif who == 'ct2':
+            return self._ctranslate2(config, folder, compute, source, threads)
         else:
             import torch
             model, source = self.twin(config, folder).eval(), torch.from_numpy(source).long()
@@ -162,5 +165,48 @@ class Contest:
 
         def turn(first, last, size):
             parts = (source[:, at:min(at + size, last)] for at in range(first, last, size))
-            return [decode(packed(part) if kind == 'ours' else part.contiguous()) for part in parts]
+            return [decode(packed(part) if who == 'ours' else part.contiguous()) for part in parts]
         return turn, lambda outputs: dict(words=[column.tolist() for tokens in outputs for column in tokens.T])
+
+    def _model(self, config, folder, compute):
+        """Return our model with the initial weights, in a compute type; '': float32."""
+        import dataclasses
+        Model = self.ours()[1]
+        if compute in ('', 'float32'):
+            return Model(config)
+        from pyops.compute import Compute
+        model = Model(dataclasses.replace(config, ops=Compute(compute)))
+        with np.load(folder / 'weights.npz') as weights:
+            model.config.ops.pack(model.params, weights)
+        return model
+
+    @staticmethod
+    def _ctranslate2(config, folder, compute, source, threads):
+        """The same for CTranslate2, which gets the tokens as texts."""
+        import importlib
+
+        import ctranslate2
+
+        from pyops.text.vocabulary import EOS, PAD, SPECIALS
+        tokens = [[*SPECIALS, *(str(i) for i in range(len(SPECIALS), n))] for n in (config.source_size, config.target_size)]
+        with np.load(folder / 'weights.npz') as weights:
+            spec = importlib.import_module('transformer.export').ctranslate2_spec(config, dict(weights), tokens)
+        spec.validate()
+        spec.optimize()
+        path = folder / f'ct2-{compute}'
+        path.mkdir()
+        spec.save(str(path))
+        translator = ctranslate2.Translator(str(path), compute_type=compute, inter_threads=1, intra_threads=threads)
+        texts = [[tokens[0][i] for i in ids if i not in (PAD, EOS)] for ids in source.T]        # it adds the end mark itself
+        numbers = {token: i for i, token in enumerate(tokens[1])}
+
+        def turn(first, last, size):
+            return translator.translate_batch(texts[first:last], beam_size=1, max_batch_size=size,
+                                              max_decoding_length=config.num_steps)
+
+        def describe(results):
+            words = [[numbers[token] for token in result.hypotheses[0]] for result in results]
+            ended = [ids + [EOS] * (len(ids) < config.num_steps) for ids in words]
+            longest = max(map(len, ended))
+            return dict(words=[ids + [PAD] * (longest - len(ids)) for ids in ended])
+        return turn, describe

@@ -15,14 +15,15 @@ from bench.contest import BF16
 def main(program, job, kind, folder, threads):
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # a terminal sends it to all processes; the parent ends this one
     contest = importlib.import_module(f'bench.{program}')
-    if kind.removesuffix(BF16) == 'ours':
+    who = kind.removesuffix(BF16).partition('/')[0]
+    if who == 'ours':
         from pyops import backend
         backend.set_threads(int(threads))
         backend.HOST.precision = 'bf16' if kind.endswith(BF16) else 'fp32'
-    else:
+    elif who != 'ct2':                                  # CTranslate2 takes the number of threads in its constructor
         import torch
         torch.set_num_threads(int(threads))
-    turn, describe = getattr(contest, job)(Path(folder), kind)
+    turn, describe = getattr(contest, job)(Path(folder), kind, *([int(threads)] if who == 'ct2' else []))
     print(json.dumps('ready'), flush=True)
     for line in sys.stdin:
         numbers = map(int, line.split())

@@ -157,6 +157,21 @@ def test_the_contest_of_translation(capsys):
     assert 0 < told['one']['ours']['median_s'] < 10 and told['batches']['ours']['batch_size'] in translate.SIZES
 
 
+def test_the_contest_of_compute_types(capsys):
+    translate.main(['transformer', '--no-torch', '--turns', '1', '--sentences', '3', '--json', '--compute', 'bf16', 'int8'])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found['one']) == ['ours', 'ours/bf16', 'ours/int8'] and set(found['differ']) == {'ours/bf16', 'ours/int8'}
+    assert found['one']['ours/int8']['median_s'] > 0
+
+
+def test_ctranslate2_takes_part_in_the_contest_of_the_transformer_only(monkeypatch):
+    with pytest.raises(UserError, match='^--ctranslate2: has no model like seq2seq; leave it out, or time transformer$'):
+        translate.main(['seq2seq', '--no-torch', '--ctranslate2', 'int8'])
+    monkeypatch.setattr(translate.importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(UserError, match='^--ctranslate2: ctranslate2 is not installed; install it: .* install ctranslate2$'):
+        translate.main(['transformer', '--no-torch', '--ctranslate2', 'int8'])
+
+
 def test_the_load_of_the_server_compares_every_answer(capsys, monkeypatch):
     from server import checkpoint
     flags = [checkpoint(), '-f', 'embedded', '--seconds', '2', '--clients', '8', '--sentences', '100', '--json']
