@@ -7,7 +7,7 @@
 
 pyops_status pyops_attention_step(float *y, const float *q, const float *k, const float *v, const int32_t *index,
                                   const int32_t *offsets, int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads,
-                                  int64_t C, void *stream) {
+                                  int64_t C, int64_t ldq, int64_t ldk, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(R >= 0 && T >= 1 && heads >= 1 && C >= 1,
                   "attention_step: R=%lld T=%lld heads=%lld C=%lld, expected R of at least 0, the others of at least 1", LL(R),
@@ -18,7 +18,9 @@ pyops_status pyops_attention_step(float *y, const float *q, const float *k, cons
         LL(R), LL(W), LL(M), LL(T));
     PYOPS_REQUIRE(!offsets || (B >= 1 && R % B == 0), "attention_step: R=%lld B=%lld with offsets, expected R a multiple of B",
                   LL(R), LL(B));
-    pyops_status status = PYOPS_OK;
+    pyops_status status = check_attention_rows("attention_step", "ldq", ldq, heads, C);
+    if (!status) status = check_attention_rows("attention_step", "ldk", ldk, heads, C);
+    if (status) return status;
     if (offsets) status = pyops_check_offsets("attention_step", "offsets", offsets, T, B, -1);
     else status = pyops_check_ids("attention_step", index, M * R, W);
     if (status) return status;
@@ -37,11 +39,11 @@ pyops_status pyops_attention_step(float *y, const float *q, const float *k, cons
             if (offsets) {
                 const int64_t first = offsets[r % B];
                 n = offsets[r % B + 1] - first;
-                for (int64_t s = 0; s < n; s++) at[s] = (first + s) * D;
+                for (int64_t s = 0; s < n; s++) at[s] = (first + s) * ldk;
             } else {
-                for (int64_t s = 0; s < T; s++) at[s] = (s * W + (s < M ? index[s * R + r] : r)) * D;
+                for (int64_t s = 0; s < T; s++) at[s] = (s * W + (s < M ? index[s * R + r] : r)) * ldk;
             }
-            if (n) kernels->attend(y + r * D, q + r * D, k, v, at, scratch + 2 * T, n, heads, C, scale);
+            if (n) kernels->attend(y + r * D, q + r * ldq, k, v, at, scratch + 2 * T, n, heads, C, scale);
             else kernels->fill(y + r * D, D, 0.0f);
         }
     }

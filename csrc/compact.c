@@ -133,14 +133,14 @@ size_t pyops_compact_scratch(const pyops_compact *c) {
 }
 
 void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_t first, int64_t rows, int64_t from, int64_t n,
-                           int is_relu, float *scratch) {
+                           int flags, float *scratch) {
     const layout l = lay_out(c->O, c->I, c->format);
     if (c->format == PYOPS_COMPACT_BF16) {
         const pyops_view x = {c->x + first * c->I, c->I, 1};
         for (int64_t o = from; o < from + n; o += CHUNK) {
             const int64_t some = pyops_min(CHUNK, from + n - o);
             pyops_product_packed(c->k, y + (o - from), ldy, x, c->compact + o * c->steps, c->compact + l.bias + o, rows, some,
-                                 c->I, 0, some, is_relu ? PYOPS_RELU : 0, scratch);
+                                 c->I, 0, some, flags, scratch);
         }
         return;
     }
@@ -154,12 +154,14 @@ void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_
         const int64_t some = pyops_min(GROUP, from + n - o);
         float *const y_o = y + (o - from);
         if (some == GROUP) {
-            c->k->int8_group(y_o, bytes, x_scales, &w, rows, c->steps, ldy, is_relu);
+            c->k->int8_group(y_o, bytes, x_scales, &w, rows, c->steps, ldy, flags);
             continue;
         }
         for (int64_t r = 0; r < rows; r += EDGE) {
             const int64_t height = pyops_min(EDGE, rows - r);
-            c->k->int8_group(scratch, bytes + 4 * r * c->steps, x_scales + r, &w, height, c->steps, GROUP, is_relu);
+            for (int64_t i = 0; i < height && flags & PYOPS_ADD; i++)
+                pyops_copy(scratch + i * GROUP, y_o + (r + i) * ldy, some);
+            c->k->int8_group(scratch, bytes + 4 * r * c->steps, x_scales + r, &w, height, c->steps, GROUP, flags);
             for (int64_t i = 0; i < height; i++) pyops_copy(y_o + (r + i) * ldy, scratch + i * GROUP, some);
         }
     }
@@ -168,18 +170,19 @@ void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_
 int64_t pyops_compact_linear_work(int64_t R, int64_t I, int32_t format) { return pyops_compact_rows(R, I, format); }
 
 pyops_status pyops_compact_linear(float *y, const float *x, const float *compact, float *work, int64_t R, int64_t O, int64_t I,
-                                  int32_t format, int32_t relu, void *stream) {
+                                  int32_t format, int32_t accumulate, int32_t relu, void *stream) {
     (void)stream;
     const pyops_status status = pyops_compact_check("compact_linear", R, O, I, format);
     if (status) return status;
     const pyops_compact c = pyops_compact_call(compact, x, work, R, O, I, format);
     const int is_large = R * O * I > 2 * PYOPS_SHARE_FMAS || O * I > 2 * PYOPS_SHARE_FLOATS;
     const int64_t columns = format == PYOPS_COMPACT_INT8 ? GROUP : CHUNK;
+    const int flags = (accumulate ? PYOPS_ADD : 0) | (relu ? PYOPS_RELU : 0);
     int failed = 0;
     if (!is_large || omp_get_max_threads() == 1) {
         float *scratch = pyops_scratch_or_fail(pyops_compact_scratch(&c), &failed);
         pyops_compact_round(&c, 0, R);
-        if (scratch) pyops_compact_columns(&c, y, O, 0, R, 0, O, relu, scratch);
+        if (scratch) pyops_compact_columns(&c, y, O, 0, R, 0, O, flags, scratch);
     } else {
         #pragma omp parallel
         {
@@ -188,7 +191,7 @@ pyops_status pyops_compact_linear(float *y, const float *x, const float *compact
             for (int64_t r = 0; r < R; r++) pyops_compact_round(&c, r, r + 1);
             #pragma omp for schedule(static)
             for (int64_t o = 0; o < O; o += columns)
-                if (scratch) pyops_compact_columns(&c, y + o, O, 0, R, o, pyops_min(columns, O - o), relu, scratch);
+                if (scratch) pyops_compact_columns(&c, y + o, O, 0, R, o, pyops_min(columns, O - o), flags, scratch);
         }
     }
     return failed

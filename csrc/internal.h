@@ -129,7 +129,7 @@ typedef struct {
     ROW(void,   to_int16,     (int16_t *y, const float *x, float scale, int64_t n)) \
     ROW(void,   to_bytes,     (uint8_t *y, const float *x, float factor, int64_t n)) \
     ROW(void,   int8_group,   (float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R, \
-                               int64_t quads, int64_t ldy, int is_relu)) \
+                               int64_t quads, int64_t ldy, int flags)) \
     ROW(int64_t, next_not_below, (const int32_t *sums, const float *scales, const float *margins, const float *tops, \
                                   float scale, float norm, float least, int64_t from, int64_t n)) \
     ROW(void,   attend,       (float *y, const float *q, const float *k, const float *v, const int64_t *at, float *weights, \
@@ -236,7 +236,7 @@ const pyops_kernels *pyops_in_bf16(void);           /* the table for products in
 
 /* int8_group with the instructions of VNNI, or NULL if the compiler has none. */
 typedef void pyops_int8_kernel(float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R,
-                               int64_t quads, int64_t ldy, int is_relu);
+                               int64_t quads, int64_t ldy, int flags);
 extern pyops_int8_kernel *const pyops_int8_avx2_vnni, *const pyops_int8_avx512_vnni;
 
 /* ---- errors ------------------------------------------------------------------------------ */
@@ -424,7 +424,7 @@ void pyops_compact_round(const pyops_compact *c, int64_t from, int64_t to);
 /* One thread: y (rows,n), rows ldy apart, of the rows of x from `first` on and the columns from `from` on, a multiple of
  * PYOPS_COMPACT_COLUMNS with INT8 of PYOPS_GROUP.  scratch: pyops_compact_scratch(k) floats. */
 void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_t first, int64_t rows, int64_t from, int64_t n,
-                           int is_relu, float *scratch);
+                           int flags, float *scratch);
 size_t pyops_compact_scratch(const pyops_compact *c);
 
 /* y[c] += sum_r x[r*ldx + c], in the order of the rows; threads share columns. */

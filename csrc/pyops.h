@@ -633,11 +633,12 @@ PYOPS_API pyops_status pyops_attention_backward(
  * follow_parents   index[s,r] = before[s,parents[r]] for s < M, else parents[r]: the rows of the T tokens of each hypothesis, if
  *                  hypothesis r continues hypothesis parents[r] of N
  * q, y (R,heads*C)   k, v (T,W,heads*C), or with offsets (rows,heads*C)   attention_step: index (M,R) int32, M <= T
+ * Rows of q are ldq floats apart, rows of k and of v ldk; rows of y are contiguous.
  * follow_parents: index (T,R), before (M,N) int32, parents (R) int32 in [0,N)
  */
 PYOPS_API pyops_status pyops_attention_step(
     float *y, const float *q, const float *k, const float *v, const int32_t *index, const int32_t *offsets,
-    int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads, int64_t C, void *stream);
+    int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, void *stream);
 PYOPS_API pyops_status pyops_follow_parents(
     int32_t *index, const int32_t *before, const int32_t *parents,
     int64_t T, int64_t M, int64_t N, int64_t R, void *stream);
@@ -744,7 +745,7 @@ PYOPS_API int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_
 
 /* ---- compact weights: a linear layer in int8 or bfloat16, for inference.  CPU library only ---------------------------
  * compact_weight     pack weight and bias, once; the functions below read `compact`.  bias NULL: zeros
- * compact_linear     y[r,o] = sum_i x[r,i] weight[o,i] + bias[o];  relu: then max(y, 0)
+ * compact_linear     y[r,o] = sum_i x[r,i] weight[o,i] + bias[o];  accumulate: plus y[r,o];  relu: then max(y, 0)
  * compact_embedding  y[r,:] = weight[ids[r],:], as it is packed
  * compact_topk       linear_topk of the logits of compact_linear.  logp NULL: the indices only
  * INT8: a row w of weight becomes integers q = rint(w (127 / max |w|)), ties to even, with the scale s = max |w| / 127; a row of x
@@ -760,7 +761,7 @@ PYOPS_API pyops_status pyops_compact_weight(
 PYOPS_API int64_t pyops_compact_weight_work(int64_t O, int64_t I, int32_t format);          /* the floats of `compact` */
 PYOPS_API pyops_status pyops_compact_linear(
     float *y, const float *x, const float *compact, float *work,
-    int64_t R, int64_t O, int64_t I, int32_t format, int32_t relu, void *stream);
+    int64_t R, int64_t O, int64_t I, int32_t format, int32_t accumulate, int32_t relu, void *stream);
 PYOPS_API int64_t pyops_compact_linear_work(int64_t R, int64_t I, int32_t format);
 PYOPS_API pyops_status pyops_compact_embedding(
     float *y, const float *compact, const int32_t *ids, int64_t R, int64_t O, int64_t I, int32_t format, void *stream);

@@ -135,8 +135,11 @@ static pyops_status topk(const char *who, int32_t *index, float *logp, float *wo
                 const int64_t rows = pyops_min(ROWS, R - first);
                 logits(f, z, weight_packed, first, rows, v, n, scratch);
                 for (int64_t r = 0; r < rows; r++) {
-                    if (logp) parts[v / COLUMNS * R + first + r] = part_of(kernels, z + r * COLUMNS, n);
-                    search(kernels, own + (first + r) * k, k, z + r * COLUMNS, n, v);
+                    uint64_t *const own_r = own + (first + r) * k;
+                    part *const found = parts + v / COLUMNS * R + first + r;
+                    if (logp) *found = part_of(kernels, z + r * COLUMNS, n);
+                    if (logp && found->max < pyops_key_value(own_r[k - 1])) continue;
+                    search(kernels, own_r, k, z + r * COLUMNS, n, v);
                 }
             }
         }

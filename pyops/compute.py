@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +24,15 @@ class Compute:
 
     Ops with products take compact weights, which pack() fills; all other ops come from pyops.ops.
     """
+    is_compact = True
 
     def __init__(self, format: str) -> None:
         self.format = format
-        self._weights: dict[tuple[str, int | None], CompactWeight] = {}
+        self._weights: dict[tuple[Any, ...], CompactWeight] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        plain = getattr(ops, name)
         if name not in CLASSES:
-            return plain
+            return getattr(ops, name)
         return lambda *arguments, **named: CLASSES[name](*arguments, **named, family=self)
 
     def weight(self, weight: Parameter, bias: Parameter | None = None, part: slice | None = None) -> CompactWeight:
@@ -41,15 +41,21 @@ class Compute:
         rows = range(O)[part or slice(None)]
         key = weight.name, None if part is None else rows.start
         if key not in self._weights:
-            self._weights[key] = CompactWeight(weight.name, (len(rows), I), self.format, part)
+            self._weights[key] = CompactWeight([weight.name], (len(rows), I), self.format, part=part)
         if bias is not None:
-            self._weights[key].bias = bias.name
+            self._weights[key].biases = [bias.name]
         return self._weights[key]
+
+    def joined(self, weights: Sequence[Parameter], biases: Sequence[Parameter]) -> CompactWeight:
+        """Return a CompactWeight of parameters with equally long rows, one below the other."""
+        names = [weight.name for weight in weights]
+        shape = sum(len(weight.value) for weight in weights), weights[0].value.shape[1]
+        return self._weights.setdefault(tuple(names), CompactWeight(names, shape, self.format, [bias.name for bias in biases]))
 
     @property
     def names(self) -> set[str]:
         """The names of the parameters that are packed, weights and biases."""
-        return {name for found in self._weights.values() for name in (found.name, found.bias) if name is not None}
+        return {name for found in self._weights.values() for name in (*found.names, *found.biases)}
 
     @property
     def nbytes(self) -> int:

@@ -128,6 +128,11 @@ def joins_products():
     return not backend.current_device().is_host
 
 
+def is_compact(config):
+    """Return whether the weights are compact, for inference: see pyops.compute."""
+    return getattr(config.ops, 'is_compact', False)
+
+
 def has_step(attention):
     """Return whether Attention.step can be used, which copies no keys: on the CPU, without rounded operands."""
     return backend.current_device().is_host and type(attention) is ops.Attention
@@ -177,21 +182,33 @@ class MultiHeadAttention:
     """Multi-head attention with its four projections.  Queries come from x; keys and values from a memory, which may be x.
 
     x (N, D), memory (M, D), rows, memory_rows: the Packed rows of their sentences -> (N, D)
+    crosses: keys and values always come from another memory.
     """
 
-    def __init__(self, params, prefix, config, causal=False):
-        make = config.ops
-        self.q, self.k, self.v, self.out = (
-            make.Linear(params[f'{prefix}.{name}.weight'], params[f'{prefix}.{name}.bias'] if config.bias else None)
-            for name in ('q', 'k', 'v', 'out'))
+    def __init__(self, params, prefix, config, causal=False, crosses=False):
+        make, self.prefix, self.D = config.ops, prefix, config.d_model
+
+        def of(name, part):
+            return params[f'{prefix}.{name}.{part}']
+
+        def layer(name):
+            return make.Linear(of(name, 'weight'), of(name, 'bias') if config.bias else None)
+        self.out = layer('out')
         self.attention = make.Attention(config.heads, causal, config.dropout, key(params.seed, f'{prefix}.dropout'), prefix)
+        self.is_compact = is_compact(config)
+        if self.is_compact:
+            names = 'kv' if crosses else 'qkv'
+            self.q = layer('q') if crosses else None
+            self.qkv = self.kv = make.Projections([of(name, 'weight') for name in names],
+                                                  [of(name, 'bias') for name in names if config.bias], f'{prefix}.{names}')
+            return
+        self.q, self.k, self.v = map(layer, 'qkv')
         layers = [self.q, self.k, self.v]
         plain = type(self.attention) is ops.Attention and all(type(layer) is ops.Linear for layer in layers)
         self.qkv = Projections(layers, params, prefix, 'qkv', plain)            # of x, if it is the memory
         self.kv = Projections(layers[1:], params, prefix, 'kv', plain)          # of another memory
-        self.prefix = prefix
 
-    def forward(self, x, memory, rows, memory_rows, step):
+    def forward(self, x, memory, rows, memory_rows, step, into=None):
         if memory is x:
             (q, k, v), c1 = self.qkv.forward(x)                         # (N, D) each
             c2 = None
@@ -199,8 +216,12 @@ class MultiHeadAttention:
             q, c1      = self.q.forward(x)                              # (N, D)
             (k, v), c2 = self.kv.forward(memory)                        # (M, D) each
         a, c3 = self.attention.forward(q, k, v, step=step, q_rows=rows, k_rows=memory_rows)     # (N, D)
-        y, c4 = self.out.forward(a)                                     # (N, D)
+        y, c4 = self.project(a, into)                                   # (N, D)
         return y, [c1, c2, c3, c4]
+
+    def project(self, a, into=None):
+        """Apply the last projection.   into: only with compact weights; see Sublayer"""
+        return self.out.forward(a) if into is None else self.out.forward(a, into=into)
 
     def backward(self, dy, ctx, into=None, dmemory=None):
         """Return dx, added to `into` if given.  The gradient of the memory is added to dmemory; dmemory=None: the memory
@@ -217,28 +238,40 @@ class MultiHeadAttention:
         self.kv.backward(dkv, ctx.pop(), dmemory)
         return self.q.backward(dq, ctx.pop(), into=into)
 
-    def look_up(self, x, k, v, rows=None):
-        """Attend with queries x (Tq, B, D), and projected keys and values: k, v (T, B, D), or with Packed rows (M, D).
-        Decoding uses it.  No backward."""
-        q, _ = self.q.forward(x)
-        a, _ = self.attention.forward(q, k, v, k_rows=rows)
-        return self.out.forward(a)
+    # Decoding, without backward.  Keys and values are in two arrays, or with compact weights in the last columns of one.
 
-    def step(self, x, k, v, tokens=0, index=None, rows=None):
-        """Attend with a query for each hypothesis, x (R, D): see Attention.step.  No backward."""
-        q, _ = self.q.forward(x)
-        return self.out.forward(self.attention.step(q, k, v, tokens, index, rows))
+    def empty_tokens(self, T, W):
+        """Return arrays for the keys and values of T tokens of W hypotheses."""
+        widths = [3 * self.D] if self.is_compact else [self.D] * 2
+        return tuple(backend.empty((T, W, width), name='decoder.cache') for width in widths)
+
+    def of_memory(self, memory):
+        """Return the arrays with the keys and values of another memory (M, D)."""
+        if self.is_compact:
+            return (self.kv.product(memory),)
+        return self.k.forward(memory)[0], self.v.forward(memory)[0]
+
+    def append(self, x, tokens, t):
+        """Compute the keys and values of token t, x (R, D), in `tokens`.   Return the queries (R, D)."""
+        if self.is_compact:
+            return self.qkv.forward(x, out=tokens[0][t, :len(x)])[0][0]
+        for layer, array in zip((self.k, self.v), tokens, strict=True):
+            layer.forward(x, out=array[t, :len(x)])
+        return self.q.forward(x)[0]
+
+    def keys_and_values(self, arrays):
+        return self.kv.split(arrays[0])[-2:] if self.is_compact else arrays
 
 
 class Sublayer:
     """A layer f with a residual connection and layer norm.
 
     post-norm, as first published      y = norm(x + dropout(f(x)))         everything after f is one op
-    pre-norm                           y = x + dropout(f(norm(x)))
+    pre-norm                           y = x + dropout(f(norm(x)))         with compact weights, f adds to x in place
     """
 
     def __init__(self, params, prefix, config):
-        self.pre_norm, name = config.pre_norm, f'{prefix}.residual'
+        self.pre_norm, self.adds, name = config.pre_norm, config.pre_norm and is_compact(config), f'{prefix}.residual'
         norm    = params[f'{prefix}.norm.weight'], params[f'{prefix}.norm.bias']
         dropout = config.dropout, key(params.seed, name)
         if self.pre_norm:
@@ -247,9 +280,12 @@ class Sublayer:
             self.residual = ResidualNorm(*norm, *dropout, residual=name)
 
     def forward(self, x, f, step):
-        """Return y and ctx.  f(n) returns a branch and its ctx."""
+        """Return y and ctx.  f(n) returns a branch and its ctx;  f(n, x) adds the branch to x, and returns x and the ctx."""
         if self.pre_norm:
             n, c1 = self.norm.forward(x)
+            if self.adds:
+                x, c2 = f(n, x)
+                return x, [c1, c2, None]
             b, c2 = f(n)
             y, c3 = self.residual.forward(x, b, step)
             return y, [c1, c2, c3]
@@ -273,7 +309,7 @@ class EncoderBlock:
         self.first, self.second = (Sublayer(params, f'{prefix}.{name}', config) for name in ('self_attention', 'feed_forward'))
 
     def forward(self, x, rows, step):
-        x, c1 = self.first.forward(x, lambda n: self.attention.forward(n, n, rows, rows, step), step)
+        x, c1 = self.first.forward(x, lambda n, *into: self.attention.forward(n, n, rows, rows, step, *into), step)
         x, c2 = self.second.forward(x, self.feed_forward.forward, step)
         return x, [c1, c2]
 
@@ -283,59 +319,56 @@ class EncoderBlock:
 
 
 class Cache(NamedTuple):
-    """The keys and values in a decoder block: of the tokens so far, (T, W, D) each for at most W hypotheses, and of the source,
-    (N, D) each.  spare: two arrays like k and v, or None; reordered() writes to them, so k and v alternate between two pairs of
-    arrays and plans can be replayed."""
-    k: np.ndarray
-    v: np.ndarray
-    source_k: np.ndarray
-    source_v: np.ndarray
-    spare: tuple[np.ndarray, np.ndarray] | None = None
+    """The keys and values in a decoder block, in the arrays of MultiHeadAttention: of the tokens so far, (T, W, .) each for at
+    most W hypotheses, and of the source, (N, .) each.  spare: arrays like tokens, or None; reordered() writes to them, so
+    tokens alternate between two sets of arrays and plans can be replayed."""
+    tokens: tuple[np.ndarray, ...]
+    source: tuple[np.ndarray, ...]
+    spare: tuple[np.ndarray, ...] | None = None
 
     def reordered(self, parents, t):
         """Return a Cache of len(parents) hypotheses: hypothesis r has the first t tokens of parents[r]."""
-        T, W, D = self.k.shape
         spare = self.spare
         if spare is None or spare[0].shape[1] != len(parents):
-            spare = self.empty(T, len(parents), D)
-        for new, old in zip(spare, (self.k, self.v), strict=True):
+            spare = self._empty(len(parents))
+        for new, old in zip(spare, self.tokens, strict=True):
             backend.gather_rows(new[:t], old[:t], parents)
-        return self._replace(k=spare[0], v=spare[1], spare=(self.k, self.v) if len(parents) == W else None)
+        return self._replace(tokens=spare, spare=self.tokens if len(parents) == self.tokens[0].shape[1] else None)
 
-    @staticmethod
-    def empty(T, W, D):
-        return tuple(backend.empty((T, W, D), name=f'decoder.cache.{name}') for name in 'kv')
+    def _empty(self, W):
+        return tuple(backend.empty((len(array), W, array.shape[2]), name='decoder.cache') for array in self.tokens)
 
     def widened(self, W, t):
         """Return a Cache for W hypotheses or more, with the same rows of the first t tokens."""
-        T, before, D = self.k.shape
+        before = self.tokens[0].shape[1]
         if W <= before:
             return self
-        wider = self.empty(T, W, D)
-        for new, old in zip(wider, (self.k, self.v), strict=True):
+        wider = self._empty(W)
+        for new, old in zip(wider, self.tokens, strict=True):
             for s in range(t):
                 backend.copy(new[s, :before], old[s])
-        return self._replace(k=wider[0], v=wider[1])
+        return self._replace(tokens=wider)
 
     def kept(self, rows):
         """Return a Cache with these rows of the source's keys and values."""
-        kept = [backend.empty((len(rows), self.source_k.shape[1]), name='decoder.cache.source') for _ in range(2)]
-        for new, old in zip(kept, (self.source_k, self.source_v), strict=True):
+        kept = tuple(backend.empty((len(rows), array.shape[1]), name='decoder.cache.source') for array in self.source)
+        for new, old in zip(kept, self.source, strict=True):
             backend.gather_rows(new[None], old[None], rows)
-        return self._replace(source_k=kept[0], source_v=kept[1])
+        return self._replace(source=kept)
 
 
 class DecoderBlock:
     def __init__(self, params, prefix, config):
         names = ('self_attention', 'cross_attention', 'feed_forward')
         self.self_attention = MultiHeadAttention(params, f'{prefix}.self_attention', config, causal=True)
-        self.cross_attention = MultiHeadAttention(params, f'{prefix}.cross_attention', config)
+        self.cross_attention = MultiHeadAttention(params, f'{prefix}.cross_attention', config, crosses=True)
         self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
         self.first, self.second, self.third = (Sublayer(params, f'{prefix}.{name}', config) for name in names)
 
     def forward(self, x, rows, memory, memory_rows, step):
-        x, c1 = self.first.forward(x, lambda n: self.self_attention.forward(n, n, rows, rows, step), step)
-        x, c2 = self.second.forward(x, lambda n: self.cross_attention.forward(n, memory, rows, memory_rows, step), step)
+        x, c1 = self.first.forward(x, lambda n, *into: self.self_attention.forward(n, n, rows, rows, step, *into), step)
+        x, c2 = self.second.forward(
+            x, lambda n, *into: self.cross_attention.forward(n, memory, rows, memory_rows, step, *into), step)
         x, c3 = self.third.forward(x, self.feed_forward.forward, step)
         return x, [c1, c2, c3]
 
@@ -348,9 +381,7 @@ class DecoderBlock:
 
     def start(self, memory, sentences, num_steps):
         """Return a Cache for num_steps tokens: source keys and values computed, target keys and values empty."""
-        shape = num_steps, sentences, memory.shape[1]
-        return Cache(backend.empty(shape), backend.empty(shape), self.cross_attention.k.forward(memory)[0],
-                     self.cross_attention.v.forward(memory)[0])
+        return Cache(self.self_attention.empty_tokens(num_steps, sentences), self.cross_attention.of_memory(memory))
 
     def next(self, x, cache, state):
         """Return the block's output for x (R, D), token state.t of the target; its keys and values are added to the cache.
@@ -358,26 +389,28 @@ class DecoderBlock:
         R is a multiple of the number of sentences B, and row r belongs to sentence r % B.  So in cross-attention the hypotheses
         of a sentence have the same keys, of which there is one copy.
         """
-        t, memory_rows, R = state.t, state.memory_rows, len(x)
+        t, rows = state.t, state.memory_rows
 
-        def look_back(n):
+        def look_back(n, *into):
             attention = self.self_attention
-            attention.k.forward(n, out=cache.k[t, :R])
-            attention.v.forward(n, out=cache.v[t, :R])
+            q, (k, v) = attention.append(n, cache.tokens, t), attention.keys_and_values(cache.tokens)
             if has_step(attention.attention):
-                return attention.step(n, cache.k, cache.v, t + 1, state.index)
-            y, c = attention.look_up(n[None], cache.k[:t + 1], cache.v[:t + 1])
-            return y[0], c
+                a = attention.attention.step(q, k, v, t + 1, state.index)
+            else:
+                a = attention.attention.forward(q[None], k[:t + 1], v[:t + 1])[0][0]
+            return attention.project(a, *into)
+
+        def look_at_source(n, *into):
+            attention = self.cross_attention
+            q, (k, v) = attention.q.forward(n)[0], attention.keys_and_values(cache.source)
+            if has_step(attention.attention):
+                a = attention.attention.step(q, k, v, rows=rows)
+            else:
+                queries = q.reshape(-1, rows.sentences, q.shape[1])
+                a = attention.attention.forward(queries, k, v, k_rows=rows)[0].reshape(q.shape)
+            return attention.project(a, *into)
 
         x, _ = self.first.forward(x, look_back, None)
-
-        def look_at_source(n):
-            if has_step(self.cross_attention.attention):
-                return self.cross_attention.step(n, cache.source_k, cache.source_v, rows=memory_rows)
-            queries = n.reshape(-1, memory_rows.sentences, n.shape[1])
-            y, c = self.cross_attention.look_up(queries, cache.source_k, cache.source_v, memory_rows)
-            return y.reshape(n.shape), c
-
         x, _ = self.second.forward(x, look_at_source, None)
         return self.third.forward(x, self.feed_forward.forward, None)[0]
 

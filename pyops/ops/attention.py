@@ -94,12 +94,13 @@ class Attention:
         rows: the keys and values k, v (N, D) are packed, and hypothesis r attends to those of sequence r % sentences
         None: k, v are (T, W, D), W >= R, and hypothesis r attends to the first `tokens` tokens: row index[s, r] of token s if
         index (M, R) int32 has one, else row r.   follow_parents() returns an index
+        q, k and v may be columns of larger arrays, k and v of arrays with equally many columns.
         """
         R, D = axes('q', q, 'R D')
-        check('q', q, (R, D))
-        check('k', k, (*k.shape[:-1], D))
-        check('v', v, k.shape)
+        between = distances('', q.shape, k.shape, q, k, v)
         C, M = D // self.heads, 0 if index is None else len(index)
+        if k.shape[-1] != D or k.ndim != (3 if rows is None else 2):
+            raise ValueError(f'k: want shape {("T", "W", D) if rows is None else ("N", D)}, got {k.shape}')
         if rows is not None:
             sizes, offsets = (rows.longest, 0, 0, rows.sentences), rows.offsets
         elif 1 <= tokens <= len(k):
@@ -109,7 +110,7 @@ class Attention:
         if index is not None:
             check('index', index, (M, R), np.int32)
         y = empty((R, D), name=f'{self.name}.y')
-        launch('attention_step', y, q, k, v, index, offsets, R, *sizes, self.heads, C)
+        launch('attention_step', y, q, k, v, index, offsets, R, *sizes, self.heads, C, *between)
         return y
 
     def weights(self, ctx: Ctx) -> Array:

@@ -6,7 +6,7 @@ the ops, in place of those of pyops.ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,35 +29,45 @@ FORMATS = 'int8', 'bf16'        # of pyops_compact_format
 
 
 class CompactWeight:
-    """Rows of a weight (O, I), and their biases, as products read them.   part: the rows of the parameter, None for all
+    """Rows of weights (O, I), and their biases, as products read them.
+
+    names: the parameters, one below the other;  biases: theirs, or ();  part: the rows of a single parameter, None for all
 
     int8   a row w is q s: integers q = rint(w 127 / max |w|) and the scale s = max |w| / 127
     bf16   each element rounded to the nearest, ties to even
     The same rounding applies to the rows of x, in each call.
     """
 
-    def __init__(self, name: str, shape: tuple[int, int], format: str, part: slice | None = None) -> None:
-        self.name, self.shape, self.part, self.bias = name, shape, part or slice(None), None
+    def __init__(self, names: Sequence[str], shape: tuple[int, int], format: str, biases: Sequence[str] = (),
+                 part: slice | None = None) -> None:
+        self.names, self.shape, self.part, self.biases = names, shape, part or slice(None), biases
         self.format = FORMATS.index(format)
         self.values: Array | None = None
 
     def pack(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Copy the weight and its bias from {name of a parameter: float32 array}."""
-        (O, I), bias = self.shape, None if self.bias is None else tensors[self.bias][self.part]
-        self.values = zeros(work_size('compact_weight', O, I, self.format))
-        launch('compact_weight', self.values, np.ascontiguousarray(tensors[self.name][self.part]), bias, O, I, self.format)
+        """Copy the weights and biases from {name of a parameter: float32 array}."""
+        def rows(names: Sequence[str]) -> np.ndarray | None:
+            parts = [tensors[name][self.part] for name in names]
+            return (np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)) if parts else None
+        self.values = zeros(work_size('compact_weight', *self.shape, self.format))
+        launch('compact_weight', self.values, rows(self.names), rows(self.biases), *self.shape, self.format)
 
     @property
     def nbytes(self) -> int:
         return 0 if self.values is None else self.values.nbytes
 
-    def linear(self, x: Array, name: str, relu: bool = False, out: Array | None = None) -> Array:
-        """Return x weight' + bias, (..., O), for x (..., I); relu: then max(y, 0).   out: the array to write to"""
+    def linear(self, x: Array, name: str, relu: bool = False, out: Array | None = None, into: Array | None = None) -> Array:
+        """Return x weight' + bias, (..., O), for x (..., I); relu: then max(y, 0).
+
+        out: the array to write to;  into: the array to add to
+        """
         O, I = self.shape
         check('x', x, (*np.shape(x)[:-1], I))
-        R, y = math.prod(x.shape[:-1]), empty((*x.shape[:-1], O), name=name) if out is None else out
+        given = out if into is None else into
+        R, y = math.prod(x.shape[:-1]), empty((*x.shape[:-1], O), name=name) if given is None else given
         check('y', y, (*x.shape[:-1], O))
-        launch('compact_linear', y, x, self.values, work('compact_linear', R, I, self.format), R, O, I, self.format, relu)
+        launch('compact_linear', y, x, self.values, work('compact_linear', R, I, self.format), R, O, I, self.format,
+               into is not None, relu)
         return y
 
     def rows(self, ids: Array, name: str) -> Array:
@@ -93,9 +103,28 @@ class CompactLinear:
     def __init__(self, weight: Parameter, bias: Parameter | None = None, name: str | None = None, *, family: Compute) -> None:
         self.name, self.compact = name or weight.owner, family.weight(weight, bias)
 
-    def forward(self, x: Array, out: Array | None = None) -> tuple[Array, None]:
-        """Return y, which is `out` if it is given, and None."""
-        return self.compact.linear(x, f'{self.name}.y', out=out), None
+    def forward(self, x: Array, out: Array | None = None, into: Array | None = None) -> tuple[Array, None]:
+        """Return y, which is `out` if it is given, and None.   into: add y to this array, and return it"""
+        return self.compact.linear(x, f'{self.name}.y', out=out, into=into), None
+
+
+class CompactProjections:
+    """Linear layers with one input as one product.   x (N, I) -> a list of arrays (N, O), columns of one array"""
+
+    def __init__(self, weights: Sequence[Parameter], biases: Sequence[Parameter], name: str, *, family: Compute) -> None:
+        self.name, self.layers, self.compact = name, len(weights), family.joined(weights, biases)
+
+    def forward(self, x: Array, out: Array | None = None) -> tuple[list[Array], None]:
+        return self.split(self.product(x, out)), None
+
+    def product(self, x: Array, out: Array | None = None) -> Array:
+        """Return the results of all layers side by side, in `out` if it is given."""
+        return self.compact.linear(x, f'{self.name}.y', out=out)
+
+    def split(self, y: Array) -> list[Array]:
+        """Return the columns of each layer."""
+        O = y.shape[-1] // self.layers
+        return [y[..., i * O:(i + 1) * O] for i in range(self.layers)]
 
 
 class CompactFeedForward:
@@ -106,11 +135,12 @@ class CompactFeedForward:
         self.name, self.first, self.second = name or w1.owner, family.weight(w1, b1), family.weight(w2, b2)
         self.activation = {'relu': None, 'silu': SiLU(), 'gelu': GELU()}[activation]
 
-    def forward(self, x: Array) -> tuple[Array, None]:
+    def forward(self, x: Array, into: Array | None = None) -> tuple[Array, None]:
+        """Return y.   into: add y to this array, and return it"""
         h = self.first.linear(x, f'{self.name}.h', relu=self.activation is None)
         if self.activation is not None:
             h, _ = self.activation.forward(h)
-        return self.second.linear(h, f'{self.name}.y'), None
+        return self.second.linear(h, f'{self.name}.y', into=into), None
 
 
 class CompactEmbedding:
@@ -205,8 +235,9 @@ class CompactEmbeddingGRU(CompactGRU):
         return self.recur(self.ih.linear(x, f'{self.name}.ih.y'), h0, rows, reverse, len(ids))
 
 
-CLASSES = {'Linear': CompactLinear, 'FeedForward': CompactFeedForward, 'Embedding': CompactEmbedding, 'GRU': CompactGRU,
-           'EmbeddingGRU': CompactEmbeddingGRU, 'LinearCrossEntropy': CompactLinearCrossEntropy}
+CLASSES = {'Linear': CompactLinear, 'Projections': CompactProjections, 'FeedForward': CompactFeedForward,
+           'Embedding': CompactEmbedding, 'GRU': CompactGRU, 'EmbeddingGRU': CompactEmbeddingGRU,
+           'LinearCrossEntropy': CompactLinearCrossEntropy}
 
 
 declare(compact_weight=Kernel(), compact_embedding=Kernel(),

@@ -50,6 +50,16 @@ def test_a_hypothesis_attends_to_its_own_source(lengths):
     assert (y.reshape(beam, B, D)[:, np.array(lengths) == 0] == 0).all()
 
 
+def test_queries_keys_and_values_may_be_columns_of_one_array():
+    all_three = normal(6, 5, 3 * 24)
+    q, k, v = all_three[5, :, :24], all_three[..., 24:48], all_three[..., 48:]
+    index, op = np.random.default_rng(0).integers(0, 5, (3, 5)).astype(np.int32), Attention(2)
+    assert op.step(q, k, v, 6, index).tobytes() == op.step(q.copy(), k.copy(), v.copy(), 6, index).tobytes()
+    rows = Packed(np.array([0, 2, 6], 'i'), 4)
+    assert (op.step(q[:4], k[0, :, :].repeat(2, 0)[:6], v[0].repeat(2, 0)[:6], rows=rows) == op.step(
+        np.ascontiguousarray(q[:4]), k[0].repeat(2, 0)[:6].copy(), v[0].repeat(2, 0)[:6].copy(), rows=rows)).all()
+
+
 def test_a_nan_in_a_key_makes_only_its_own_hypothesis_nan():
     k = normal(3, 2, 8)
     k[1, 0, 5] = np.nan

@@ -31,8 +31,7 @@ def normal(*shape, seed=0):
 
 
 def packed(weight, bias, format):
-    found = CompactWeight('weight', weight.shape, format)
-    found.bias = None if bias is None else 'bias'
+    found = CompactWeight(['weight'], weight.shape, format, [] if bias is None else ['bias'])
     found.pack({'weight': weight, 'bias': bias})
     return found
 
@@ -65,6 +64,9 @@ def test_a_product_in_int8_is_that_of_exact_integers_to_the_bit(R, O, I):
         layer, want = packed(weight, given, 'int8'), expected(x, weight, given)
         assert layer.linear(x, 'y').tobytes() == want.tobytes()
         assert layer.linear(x, 'y', relu=True).tobytes() == np.maximum(want, 0).tobytes()
+        before = normal(R, O, seed=3)
+        y = before.copy()
+        assert layer.linear(x, 'y', into=y) is y and y.tobytes() == (want + before).tobytes()
 
 
 @pytest.mark.parametrize('I', [3, 1000, 131072])
@@ -99,6 +101,8 @@ def test_a_product_in_bfloat16_is_that_of_rounded_factors(R, O, I):
     y = packed(weight, bias, 'bf16').linear(x, 'y')
     assert np.abs(y - want).max(initial=0) <= 2e-6 * np.sqrt(I) * 4
     assert (packed(weight, bias, 'bf16').linear(x, 'y', relu=True) == np.maximum(y, 0)).all()
+    before = normal(R, O, seed=3)
+    assert np.allclose(packed(weight, bias, 'bf16').linear(x, 'y', into=before.copy()), before + y, atol=1e-5)
 
 
 @pytest.mark.parametrize('format', ['int8', 'bf16'])
@@ -128,6 +132,15 @@ def test_nothing_beyond_the_result_is_written(format):
     y = memory[100:310].reshape(3, 70)
     assert packed(weight, None, format).linear(normal(3, 9), 'y', out=y) is y
     assert (memory[:100] == guard).all() and (memory[310:] == guard).all() and (y != guard).all()
+
+
+def test_layers_with_one_input_are_one_product():
+    parts, biases = [normal(n, 20, seed=n) for n in (5, 70)], [normal(n, seed=9) for n in (5, 70)]
+    joined = CompactWeight(['a', 'b'], (75, 20), 'int8', ['c', 'd'])
+    joined.pack(dict(zip('abcd', (*parts, *biases), strict=True)))
+    x = normal(3, 20)
+    want = np.concatenate([expected(x, *one) for one in zip(parts, biases, strict=True)], 1)
+    assert joined.linear(x, 'y').tobytes() == want.tobytes()
 
 
 # ---- embeddings and logits -------------------------------------------------------------------------------------------
@@ -171,8 +184,7 @@ from pyops import backend
 from pyops.ops.compact import CompactWeight
 rng, parts = np.random.default_rng(5), []
 for R, O, I in (1, 64, 256), (5, 100, 37), (17, 700, 300):
-    layer = CompactWeight('weight', (O, I), 'int8')
-    layer.bias = 'bias'
+    layer = CompactWeight(['weight'], (O, I), 'int8', ['bias'])
     layer.pack({'weight': rng.standard_normal((O, I), 'f'), 'bias': rng.standard_normal(O, 'f')})
     x = rng.standard_normal((R, I), 'f')
     parts += [layer.values, layer.linear(x, 'y'), layer.linear(x, 'y', relu=True), layer.argmax(x, 'k'),
