@@ -81,9 +81,10 @@ class _PlansBySize:
     """The plans of the sizes of sources: numbers of sentences and tokens.   record(source) returns the plans of a size
 
     A size is recorded when it comes for the second time.  Plans hold the memory of all their steps, so those of the latest
-    sizes are kept, for sources of TOKENS tokens in all.  A larger source has no plans: with so many rows they save little.
+    sizes are kept, for sources of TOKENS tokens in all.  A source of more than LARGEST tokens has no plans on the CPU, and one
+    of more than TOKENS none at all: with so many rows they save little, and recording them takes longer than a search.
     """
-    TOKENS = 512
+    TOKENS, LARGEST = 512, 128
 
     def __init__(self, record):
         self._record, self._seen, self._plans = record, set(), {}       # the plans of the last call are the last
@@ -91,7 +92,7 @@ class _PlansBySize:
     def get(self, source):
         """Return the plans for a source, which they have read; None if there are none."""
         size = source.rows.sentences, len(source.ids)
-        if size[1] > self.TOKENS:
+        if size[1] > (min(self.TOKENS, self.LARGEST) if backend.current_device().is_host else self.TOKENS):
             return None
         if size not in self._seen:
             self._seen.add(size)
