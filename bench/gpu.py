@@ -35,6 +35,8 @@ TRIAL = SimpleNamespace(
     checked=3, seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
     base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1, checked=1), mnist=dict(images=400, epochs=1))
 
+BASE = dict(d_model=512, d_ff=2048, heads=8, layers=6, pre_norm=True, smoothing=0.1, dropout=0.1)      # the preset
+
 # Relative errors of a training step: of the first loss, of later ones, which Adam drives apart where rounding turns the sign of
 # a gradient, and of the gradient, relative to its norm.
 LOSS_TOLERANCE = {'fp32': 1e-5, 'tf32': 2**-8, 'bf16': 2**-6}
@@ -295,7 +297,7 @@ def transformer(run):
 
 def base(run):
     from bench.transformer import ours, theirs
-    settings = dict(d_model=512, d_ff=2048, heads=8, layers=6, pre_norm=True, smoothing=0.1, dropout=0.1) | run.sizes.base
+    settings = BASE | run.sizes.base
     batch, checked = settings.pop('batch'), settings.pop('checked')
     translation_contest(run, 'transformer base step', ours(), theirs, settings, 0.0007, 'bf16', batch, checked)()
 

@@ -36,6 +36,7 @@ static Settings read_settings() {
     s.guard = number("EMU_GUARD", 0) != 0;
     s.stack = static_cast<size_t>(number("EMU_STACK", has_asan() || has_tsan() ? 256 << 10 : 64 << 10));
     s.patience = static_cast<double>(number("EMU_PATIENCE", 60));
+    s.launches = getenv("EMU_LAUNCHES");
     s.devices = static_cast<int>(number("EMU_DEVICES", 1));
     s.major = 9;
     const char *capability = getenv("EMU_CAPABILITY");

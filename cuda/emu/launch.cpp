@@ -1,4 +1,5 @@
-// launch.cpp - the checks of a launch.
+// launch.cpp - the checks of a launch, and the list of launches (EMU_LAUNCHES).
+#include <cstdio>
 #include <map>
 #include <memory>
 #include "host.h"
@@ -33,10 +34,22 @@ static cudaError_t check(const Launch &l) {
     return cudaSuccess;
 }
 
+// A line: the kernel, its blocks, threads per block, and bytes of dynamic shared memory per block.
+static void list(const Launch &l) {
+    static FILE *const file = fopen(settings().launches, "a");
+    if (!file) die("EMU_LAUNCHES=%s: cannot be written", settings().launches);
+    fprintf(file, "%s\t%u,%u,%u\t%u\t%zu\n", l.name, l.grid.x, l.grid.y, l.grid.z, l.block.x * l.block.y * l.block.z, l.shared);
+    fflush(file);
+}
+
 cudaError_t launch(const Launch &what, Kernel *kernel) {
     Inside inside(runtime);
     std::shared_ptr<Kernel> owned(kernel);
     if (const cudaError_t error = check(what)) return fail(error);
+    if (settings().launches) {
+        list(what);
+        return cudaSuccess;
+    }
     return enqueue(what.stream, [what, owned] { run_grid(what, *owned); });
 }
 }

@@ -12,6 +12,7 @@ struct Settings {
     bool guard;                 // EMU_GUARD=1: host access to device memory faults
     size_t stack;               // EMU_STACK: bytes of each thread's stack
     double patience;            // EMU_PATIENCE: seconds that a loop may wait for other blocks (60)
+    const char *launches;       // EMU_LAUNCHES=FILE: append a line for each launch to FILE; no kernel runs (NULL)
     // Properties of the device.
     int devices;                // EMU_DEVICES: 0 for none, -1 for no driver (1)
     int major, minor;           // EMU_CAPABILITY (9.0)

@@ -1,0 +1,112 @@
+"""Count the kernel launches of a training step on a GPU, on the emulator, which runs no kernel: real sizes take seconds.
+
+    python -m bench.launches                                each program, in float32 and in bfloat16
+    python -m bench.launches transformer --precision bf16   one of them
+    python -m bench.launches base --list                    with the launches in order
+
+The kernels are those of a device with 132 multiprocessors and compute capability 9.0.  Requires `make emulated`.
+"""
+import argparse
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from pyops.errors import UserError, exits_cleanly
+from pyops.flags import ArgumentParser
+
+PROGRAM = 'bench.launches'
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 'seq2seq', 'transformer', 'base'
+PRECISIONS = 'fp32', 'bf16'
+H100 = {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_SYNC': '0', 'EMU_MULTIPROCESSORS': '132', 'EMU_MEMORY': str(80 * 2**30),
+        'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
+
+
+class Launch(NamedTuple):
+    kernel: str             # without template arguments
+    grid: str               # blocks: 'x,y,z'
+    threads: int            # per block
+    shared: int             # bytes of dynamic shared memory per block
+
+
+def launches(step, precision='fp32'):
+    """Return the Launches of a training step, in order.  step: one of STEPS."""
+    with tempfile.NamedTemporaryFile('r') as file:
+        command = [sys.executable, '-m', PROGRAM, step, '--precision', precision, '--run']
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | H100 | {'EMU_LAUNCHES': file.name}, capture_output=True,
+                              text=True)
+        if done.returncode:
+            raise UserError(f'{" ".join(command)}: {(done.stderr.strip().splitlines() or ["failed"])[-1]}')
+        first, end = json.loads(done.stdout.splitlines()[-1])
+        lines = file.read().splitlines()[first:end]
+    return [Launch(re.sub(r'[(<].*', '', kernel.lstrip('(')), grid, int(threads), int(shared))
+            for kernel, grid, threads, shared in (line.split('\t') for line in lines)]
+
+
+def run(step, precision):
+    """Train a step on random sentences.  Return the numbers of launches before and after it."""
+    import numpy as np
+
+    from bench import gpu
+    from bench.translation import planned_steps
+    from pyops.ndarray import use_gpu
+    from pyops.optim import Adam
+    from pyops.text.pairs import Pairs
+    device = use_gpu(precision)
+    sizes, settings = gpu.FULL, dict(num_steps=gpu.FULL.num_steps)
+    batch = sizes.batch
+    if step == 'seq2seq':
+        from bench.seq2seq import ours
+    else:
+        from bench.transformer import ours
+        device.storage = precision
+    if step == 'base':
+        settings = gpu.BASE | sizes.base
+        batch, _ = settings.pop('batch'), settings.pop('checked')
+    Config, Model = ours()
+    config, rng = Config(sizes.source, sizes.target, **settings), np.random.default_rng(0)
+    pairs = Pairs(*(gpu.random_sentences(rng, batch, config.num_steps, words) for words in (sizes.source, sizes.target)),
+                  config.num_steps)
+    model = Model(config)
+    train = planned_steps(model, pairs, 0.001, Adam(model.params, 0.001, max_norm=1.0))
+    listed = Path(os.environ['EMU_LAUNCHES'])
+
+    def count():
+        device.synchronize()
+        return len(listed.read_text().splitlines())
+    first = count()
+    train(np.arange(batch))
+    return first, count()
+
+
+def main(argv=None):
+    p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
+    p.add_argument('steps', nargs='*', metavar='STEP', help=f'{", ".join(STEPS)} (default: all)')
+    p.add_argument('--precision', choices=PRECISIONS, help='default: both')
+    p.add_argument('--list', action='store_true', help='print each launch: kernel, blocks, threads, bytes of shared memory')
+    p.add_argument('--run', action='store_true', help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    for step in args.steps:
+        if step not in STEPS:
+            p.error(f'{step}: expected {", ".join(STEPS)}')
+    if args.run:
+        return print(json.dumps(run(args.steps[0], args.precision)))
+    for step in args.steps or STEPS:
+        for precision in [args.precision] if args.precision else PRECISIONS:
+            found = launches(step, precision)
+            kernels = collections.Counter(launch.kernel for launch in found)
+            print(f'{step} {precision}: {len(found)} launches: '
+                  + ', '.join(f'{name} {count}' for name, count in kernels.most_common()), flush=True)
+            for launch in found if args.list else ():
+                print(f'  {launch.kernel:<24} {launch.grid:>12} {launch.threads:>5} {launch.shared:>7}')
+
+
+if __name__ == '__main__':
+    with exits_cleanly(PROGRAM):
+        main()

@@ -1,0 +1,31 @@
+"""Kernel launches on a GPU, from the emulator's list of launches."""
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment_without
+from emulated import LIBRARY
+
+from bench.launches import H100
+
+pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
+
+def test_a_listed_launch_has_its_sizes_and_does_not_run(tmp_path):
+    program = """
+import json
+import numpy as np
+from pyops import backend
+from pyops.ndarray import use_gpu
+use_gpu()
+x = backend.put(np.full(1000, 3, np.float32))
+backend.launch('fill', x, 1000, 7.0)
+print(json.dumps(backend.get(x).tolist()))
+"""
+    listed = tmp_path / 'launches'
+    environment = environment_without() | H100 | {'EMU_LAUNCHES': str(listed)}
+    out = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout) == [3.0] * 1000
+    (line,) = listed.read_text().splitlines()
+    kernel, grid, threads, shared = line.split('\t')
+    assert 'flat' in kernel and grid == '1,1,1' and int(threads) > 0 and shared == '0'
