@@ -1,7 +1,8 @@
 """Write the registers, shared memory and spills of every CUDA kernel into docs/cuda_resources.md.  Requires nvcc, but no GPU.
 
-    python -m scripts.cuda_resources             compile for sm_80 and sm_90a and rewrite the table; takes minutes
-    python -m scripts.cuda_resources --log FILE  read the compiler's output from FILE instead
+    python -m scripts.cuda_resources               compile for sm_80 and sm_90a and rewrite the table; takes minutes
+    python -m scripts.cuda_resources gemm optim    only these files; the lines of the others stay
+    python -m scripts.cuda_resources --log FILE    read the compiler's output from FILE instead
 
 Exit status 2 if a kernel spills registers that is not in KNOWN_SPILLS, or the compiler serialises wgmma instructions.
 """
@@ -40,19 +41,28 @@ class Kernel(NamedTuple):
     loaded: int             # spill loads, bytes
 
 
-def compiled():
-    """Return the output of a build of the whole library with ptxas -v."""
+def compiled(files=()):
+    """Return the output of a build of the whole library, or of some files, with ptxas -v."""
     if not shutil.which('nvcc'):
         raise UserError('nvcc: not found; install the CUDA toolkit, or give the output of a build with --log')
     folder = ROOT / 'build' / 'resources'
     shutil.rmtree(folder, ignore_errors=True)           # an object that is up to date prints nothing
-    command = ['make', '-O', 'cuda', 'CUDA_ARCH=80;90a', 'NVCC_EXTRA=-Xptxas -v', f'CUDA_BUILD={folder}',
+    targets = [f'{folder}/{path.relative_to(ROOT / "cuda").with_suffix(".o")}' for path in map(_source, files)]
+    command = ['make', '-O', *(targets or ['cuda']), 'CUDA_ARCH=80;90a', 'NVCC_EXTRA=-Xptxas -v', f'CUDA_BUILD={folder}',
                f'CUDA_LIBRARY={folder}/libpyops_cuda.so']
     environment = {name: value for name, value in os.environ.items() if name not in ('MAKEFLAGS', 'MAKELEVEL')}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise UserError(f'{" ".join(command)}: {done.stdout.strip().splitlines()[-1]}')
     return done.stdout
+
+
+def _source(name):
+    """Return the path of a file of cuda/ or cuda/common/ from its name without suffix."""
+    paths = [path for path in (ROOT / 'cuda' / f'{name}.cu', ROOT / 'cuda' / 'common' / f'{name}.cu') if path.exists()]
+    if not paths:
+        raise UserError(f'{name}: not found in cuda/ and cuda/common/; give the name of a .cu file without its suffix')
+    return paths[0]
 
 
 def readable(names):
@@ -96,20 +106,28 @@ def kernels(log):
         yield Kernel(file, name, *rest)
 
 
-def table(found):
-    """Return the Markdown table: a line per kernel, with its figures on both architectures."""
+def kept_lines(page, files):
+    """Return the lines of the table on a page that belong to other files."""
+    rows = [line for line in page.read_text().splitlines() if line.startswith('| ') and '`' in line]
+    return [line for line in rows if line.split('|')[1].strip() not in files]
+
+
+def table(found, kept=()):
+    """Return the Markdown table: a line per kernel, with its figures on both architectures.  kept: lines of other files."""
     by_name = {}
     for kernel in found:
         by_name.setdefault((kernel.file, kernel.name), {})[kernel.architecture] = kernel
-    lines = ['| file | kernel | ' + ' | '.join(f'registers, {arch} | shared | spills' for arch in ARCHITECTURES) + ' |',
-             '|---|---' + '|---:' * 3 * len(ARCHITECTURES) + '|']
+    head = ['| file | kernel | ' + ' | '.join(f'registers, {arch} | shared | spills' for arch in ARCHITECTURES) + ' |',
+            '|---|---' + '|---:' * 3 * len(ARCHITECTURES) + '|']
+    lines = list(kept)
     for (file, name), kernels_of in sorted(by_name.items()):
         cells = []
         for arch in ARCHITECTURES:
             kernel = kernels_of.get(arch)
             cells += [kernel.registers, kernel.shared, kernel.stored] if kernel else ['', '', '']
         lines.append(f'| {file} | `{name}` | ' + ' | '.join(map(str, cells)) + ' |')
-    return '\n'.join(['', *lines, '', ''])
+    lines.sort(key=lambda line: line.split('|')[1:3])
+    return '\n'.join(['', *head, *lines, '', ''])
 
 
 def problems(found, log):
@@ -121,12 +139,14 @@ def problems(found, log):
 
 def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Write the table of registers and spills of CUDA kernels.')
+    p.add_argument('files', nargs='*', metavar='NAME', help='a .cu file without its suffix (default: all)')
     p.add_argument('--log', type=Path, metavar='FILE', help='output of a build with NVCC_EXTRA="-Xptxas -v" (default: build)')
     p.add_argument('--page', type=Path, default=PAGE, metavar='FILE', help='page to update (default docs/cuda_resources.md)')
     args = p.parse_args(argv)
-    log = args.log.read_text() if args.log else compiled()
-    found = list(kernels(log))
-    update(args.page, 'resources', table(found), f'python -m {PROGRAM}')
+    log = args.log.read_text() if args.log else compiled(args.files)
+    found = [kernel for kernel in kernels(log) if not args.files or kernel.file in args.files]
+    kept = kept_lines(args.page, args.files) if args.files else []
+    update(args.page, 'resources', table(found, kept), f'python -m {PROGRAM}')
     print(f'{len(found)} kernels; registers: at most {max(kernel.registers for kernel in found)}')
     if bad := problems(found, log):
         raise UserError('; '.join(bad))

@@ -39,6 +39,17 @@ def test_the_table_of_cuda_kernels_has_registers_shared_memory_and_spills(tmp_pa
     assert '| small | `fill` |  |  |  | 31 | 384 | 0 |' in lines
 
 
+def test_a_table_of_some_files_keeps_the_lines_of_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_resources, 'KNOWN_SPILLS', {('linear_cross_entropy', 'dweight<0>', 'sm_80'): 16})
+    before = resources(tmp_path, PTXAS)
+    log, page = tmp_path / 'log', tmp_path / 'page.md'
+    log.write_text(PTXAS.replace('Used 31 registers', 'Used 33 registers').replace('Used 123 registers', 'Used 99 registers'))
+    cuda_resources.main(['small', '--log', str(log), '--page', str(page)])
+    assert page.read_text() == before.replace('| 31 | 384 | 0 |', '| 33 | 384 | 0 |') != before
+    with pytest.raises(UserError, match='^no_such_file: not found in cuda/ and cuda/common/; give the name of a .cu file'):
+        cuda_resources.main(['no_such_file', '--page', str(page)])
+
+
 @pytest.mark.parametrize('log, problem', [
     (PTXAS, r'linear_cross_entropy: dweight<0> \(sm_80\): spills 16 bytes'),
     (PTXAS.replace('16 bytes spill stores', '0 bytes spill stores') + 'ptxas info : (C7510) Potential Performance Loss: '
