@@ -173,10 +173,10 @@ static inline pyops_status check_gather(const char *who, int64_t N, int64_t B, i
     return PYOPS_OK;
 }
 
-static inline pyops_status check_pack(int64_t N, int64_t B, int64_t total) {
+static inline pyops_status check_pack(const char *who, int64_t N, int64_t B, int64_t total) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && total >= 0 && total <= INT32_MAX,
-                  "pack_sequences: N=%lld B=%lld total=%lld, expected total from 0 to 2^31 - 1, N and B of at least 0", LL(N),
-                  LL(B), LL(total));
+                  "%s: N=%lld B=%lld total=%lld, expected total from 0 to 2^31 - 1, N and B of at least 0", who, LL(N), LL(B),
+                  LL(total));
     return PYOPS_OK;
 }
 
@@ -223,6 +223,14 @@ static inline pyops_status check_dropout_p(const char *who, float p) {
 
 static inline pyops_status check_dropout(const char *who, int64_t n, float p) {
     PYOPS_REQUIRE(n >= 0, "%s: n=%lld, expected at least 0", who, LL(n));
+    return check_dropout_p(who, p);
+}
+
+static inline pyops_status check_embedding_positions(const char *who, int64_t R, int64_t V, int64_t E, int64_t longest,
+                                                     float p) {
+    const pyops_status status = check_embedding(who, R, V, E);
+    if (status) return status;
+    PYOPS_REQUIRE(longest >= 1, "%s: longest=%lld, expected at least 1", who, LL(longest));
     return check_dropout_p(who, p);
 }
 
@@ -382,6 +390,15 @@ static inline pyops_status check_strided(const char *who, int32_t op, int32_t la
 static inline pyops_status check_gemm(const char *who, int64_t M, int64_t N, int64_t K, int64_t ldc) {
     PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "%s: M=%lld N=%lld K=%lld, expected at least 0", who, LL(M), LL(N), LL(K));
     PYOPS_REQUIRE(ldc >= N, "%s: ldc=%lld, expected at least N=%lld", who, LL(ldc), LL(N));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_linear(const pyops_real *dx, int64_t R, int64_t O, int64_t I, int32_t relu,
+                                        int32_t accumulate) {
+    PYOPS_REQUIRE(R >= 0 && O >= 0 && I >= 0, "linear_backward: R=%lld O=%lld I=%lld, expected at least 0", LL(R), LL(O),
+                  LL(I));
+    PYOPS_REQUIRE(!relu || (dx && !accumulate),
+                  "linear_backward: relu=%d accumulate=%d, expected dx, and one of the two at most", relu, accumulate);
     return PYOPS_OK;
 }
 

@@ -31,24 +31,28 @@ pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *table, const in
     return PYOPS_OK;
 }
 
-/* The lengths are added before anything is written, so a wrong total writes nothing. */
-pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table,
-                                  const int64_t *starts, const int64_t *rows, int64_t N, int64_t B, int64_t total,
-                                  int32_t first, void *stream) {
-    (void)stream;
-    pyops_status status = check_pack(N, B, total);
-    if (!status) status = pyops_check_rows("pack_sequences", rows, B, N);
+/* Add the lengths before anything is written, so that a wrong total writes nothing.  who: named in the texts of errors; total_name:
+ * the argument with the total. */
+static pyops_status check_sentences(const char *who, const char *total_name, const int64_t *starts, const int64_t *rows,
+                                    int64_t N, int64_t B, int64_t total) {
+    pyops_status status = check_pack(who, N, B, total);
+    if (!status) status = pyops_check_rows(who, rows, B, N);
     if (status) return status;
     int64_t sum = 0;
     for (int64_t b = 0; b < B; b++) {
         const int64_t length = starts[rows[b] + 1] - starts[rows[b]];
-        PYOPS_REQUIRE(length >= 0, "pack_sequences: starts[%lld]=%lld, expected at most starts[%lld]=%lld", LL(rows[b]),
+        PYOPS_REQUIRE(length >= 0, "%s: starts[%lld]=%lld, expected at most starts[%lld]=%lld", who, LL(rows[b]),
                       LL(starts[rows[b]]), LL(rows[b] + 1), LL(starts[rows[b] + 1]));
-        PYOPS_REQUIRE(length <= total - sum, "pack_sequences: total=%lld, expected the sum of the lengths, which is larger",
+        PYOPS_REQUIRE(length <= total - sum, "%s: %s=%lld, expected the sum of the lengths, which is larger", who, total_name,
                       LL(total));
         sum += length;
     }
-    PYOPS_REQUIRE(sum == total, "pack_sequences: total=%lld, expected %lld, the sum of the lengths", LL(total), LL(sum));
+    PYOPS_REQUIRE(sum == total, "%s: %s=%lld, expected %lld, the sum of the lengths", who, total_name, LL(total), LL(sum));
+    return PYOPS_OK;
+}
+
+static void pack(int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table, const int64_t *starts,
+                 const int64_t *rows, int64_t B, int64_t total, int32_t first) {
     const int64_t shift = first >= 0;
     int64_t at = 0;
     for (int64_t b = 0; b < B; b++) {
@@ -61,6 +65,29 @@ pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, int32_t *off
         at += length;
     }
     if (offsets) offsets[B] = (int32_t)total;
+}
+
+pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table,
+                                  const int64_t *starts, const int64_t *rows, int64_t N, int64_t B, int64_t total,
+                                  int32_t first, void *stream) {
+    (void)stream;
+    const pyops_status status = check_sentences("pack_sequences", "total", starts, rows, N, B, total);
+    if (!status) pack(ids, positions, offsets, table, starts, rows, B, total, first);
+    return status;
+}
+
+pyops_status pyops_pack_pairs(int32_t *source, int32_t *source_positions, int32_t *source_offsets, int32_t *target,
+                              int32_t *target_positions, int32_t *target_offsets, int32_t *labels, const int32_t *source_table,
+                              const int64_t *source_starts, const int32_t *label_table, const int64_t *label_starts,
+                              const int64_t *rows, int64_t N, int64_t B, int64_t source_total, int64_t target_total,
+                              int32_t first, void *stream) {
+    (void)stream;
+    pyops_status status = check_sentences("pack_pairs", "source_total", source_starts, rows, N, B, source_total);
+    if (!status) status = check_sentences("pack_pairs", "target_total", label_starts, rows, N, B, target_total);
+    if (status) return status;
+    pack(source, source_positions, source_offsets, source_table, source_starts, rows, B, source_total, -1);
+    pack(target, target_positions, target_offsets, label_table, label_starts, rows, B, target_total, first);
+    pack(labels, NULL, NULL, label_table, label_starts, rows, B, target_total, -1);
     return PYOPS_OK;
 }
 

@@ -194,6 +194,16 @@ pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *b
                                   (accumulate ? PYOPS_ADD : 0) | (relu ? PYOPS_RELU : 0));
 }
 
+pyops_status pyops_linear_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
+                                   const float *weight, int64_t R, int64_t O, int64_t I, int32_t relu, int32_t accumulate,
+                                   void *stream) {
+    pyops_status status = check_linear(dx, R, O, I, relu, accumulate);
+    if (!status) status = pyops_gemm(dweight, dy, x, NULL, O, I, R, I, 1, O, I, 1, 1, 0, stream);
+    if (!status && dbias) status = pyops_column_sums(dbias, dy, R, O, stream);
+    if (!status && dx) status = pyops_gemm(dx, dy, weight, NULL, R, I, O, I, O, 1, I, 1, accumulate, 0, stream);
+    return status || !relu ? status : pyops_relu_backward(dx, dx, x, R * I, stream);
+}
+
 pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
                                 int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc, int64_t a_row, int64_t a_col,
                                 int64_t b_row, int64_t b_col, int32_t accumulate, void *stream) {

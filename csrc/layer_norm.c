@@ -88,10 +88,10 @@ pyops_status pyops_layer_norm_backward(float *dx, float *dweight, float *dbias, 
 pyops_status pyops_residual_norm_backward(float *dx, float *dbranch, float *dweight, float *dbias, const float *dy,
                                           const float *sum, const int64_t *step, const float *weight, const float *mean,
                                           const float *rstd, float *work, int64_t R, int64_t C, float p, uint64_t key,
-                                          void *stream) {
+                                          int32_t accumulate, void *stream) {
     (void)stream;
     const pyops_status status = check_residual_norm_backward(dbranch, step, R, C, p);
     if (status) return status;
-    backward(dx, dbranch, dweight, dbias, dy, sum, weight, mean, rstd, work, R, C, 0, masks_of(step, p, key));
+    backward(dx, dbranch, dweight, dbias, dy, sum, weight, mean, rstd, work, R, C, accumulate != 0, masks_of(step, p, key));
     return PYOPS_OK;
 }

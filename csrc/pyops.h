@@ -90,6 +90,15 @@ PYOPS_API pyops_status pyops_gemm(
     int64_t M, int64_t N, int64_t K, int64_t ldc,
     int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
     int32_t accumulate, int32_t relu, void *stream);
+/* The gradients of a linear layer y = x weight' + bias.
+ * dweight[o,i] += sum_r dy[r,o] x[r,i];   dbias[o] += sum_r dy[r,o];   dx[r,i] (+)= sum_o dy[r,o] weight[o,i]
+ * relu 1: x is the result of ReLU, and dx the gradient before it, 0 where x is not above 0.   accumulate 1: adds to dx, without
+ * relu only.   dx overlaps none of the inputs.   dx, dbias may be NULL.   dx, x (R,I)   dy (R,O)   weight, dweight (O,I)
+ */
+PYOPS_API pyops_status pyops_linear_backward(
+    pyops_real *dx, float *dweight, float *dbias,
+    const pyops_real *dy, const pyops_real *x, const pyops_real *weight,
+    int64_t R, int64_t O, int64_t I, int32_t relu, int32_t accumulate, void *stream);
 /* One product for each index of a batch.  Batch axes are as in the strided arrays below: shape (ndim), strides (3,ndim) of c, a
  * and b in floats; a stride of 0 broadcasts one matrix.  Every product has the same bits as from pyops_gemm. */
 PYOPS_API pyops_status pyops_gemm_batched(
@@ -237,6 +246,8 @@ PYOPS_API pyops_status pyops_add_rows_double(
  *                   total must equal the sum of the B lengths; offsets[B] is total, which is below 2^31
  *                   starts (N+1) int64, ascending   ids, positions (total)   offsets (B+1)   table int32.   ids, positions and
  *                   offsets may be NULL.
+ * pack_pairs        pack_sequences three times, for the same rows: the sources; the labels, shifted, as the targets; the labels
+ *                   source_total, target_total: of the sources, and of the targets or the labels
  * rows (B) int64 in [0,N)
  */
 PYOPS_API pyops_status pyops_gather_pixels(
@@ -248,6 +259,13 @@ PYOPS_API pyops_status pyops_gather_sequences(
 PYOPS_API pyops_status pyops_pack_sequences(
     int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table, const int64_t *starts, const int64_t *rows,
     int64_t N, int64_t B, int64_t total, int32_t first, void *stream);
+
+PYOPS_API pyops_status pyops_pack_pairs(
+    int32_t *source, int32_t *source_positions, int32_t *source_offsets,
+    int32_t *target, int32_t *target_positions, int32_t *target_offsets, int32_t *labels,
+    const int32_t *source_table, const int64_t *source_starts, const int32_t *label_table, const int64_t *label_starts,
+    const int64_t *rows,
+    int64_t N, int64_t B, int64_t source_total, int64_t target_total, int32_t first, void *stream);
 
 /* ---- rows of activations by index: the states of the hypotheses of a beam search -------------------------
  * y[t,r,:] = x[t,rows[r],:]      x (T,N,C)   y (T,R,C), another array than x   rows (R) int32 in [0,N)
@@ -300,6 +318,21 @@ PYOPS_API pyops_status pyops_embedding_forward(
 PYOPS_API pyops_status pyops_embedding_backward(
     float *dweight, int32_t *touched, const pyops_real *dy, const int32_t *ids,
     int64_t R, int64_t V, int64_t E, void *stream);
+
+/* ---- embedding with positions and dropout: the input of a transformer -------------------
+ * y[r,:] = keep * (scale * weight[ids[r],:] + table[positions[r],:]) / (1 - p);   positions NULL: table[0,:] for each row
+ * dweight[ids[r],:] += scale * (keep * dy[r,:] / (1 - p)), in the order of r
+ * keep as in pyops_dropout; step NULL or p = 0: all 1.   In float32 the results are bit-equal to pyops_embedding_*,
+ * pyops_add_positions_* and pyops_dropout, one after the other.
+ * ids (R) int32 in [0,V)   positions (R) int32 in [0,longest)   weight, dweight (V,E)   y, dy (R,E)   table (longest,E)
+ * touched: as in pyops_embedding_backward
+ */
+PYOPS_API pyops_status pyops_embedding_positions_forward(
+    pyops_real *y, const float *weight, const int32_t *ids, const float *table, const int32_t *positions, const int64_t *step,
+    int64_t R, int64_t V, int64_t E, int64_t longest, float scale, float p, uint64_t key, void *stream);
+PYOPS_API pyops_status pyops_embedding_positions_backward(
+    float *dweight, int32_t *touched, const pyops_real *dy, const int32_t *ids, const int64_t *step,
+    int64_t R, int64_t V, int64_t E, float scale, float p, uint64_t key, void *stream);
 
 /* ---- embedding, a context and a linear layer over both ------------------------------
  * y[t,b,:] = [table[ids[t,b],:], context[b,:]] weight' + bias
@@ -380,7 +413,8 @@ PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
 
 /* ---- layer norm of a residual connection ----------------------------------------------------
  * sum = x + branch * keep / (1 - p);  y, mean, rstd = layer norm of sum.   keep as in pyops_dropout; step NULL or p = 0: all 1
- * backward:  dx = the gradient of sum, as in layer norm;   dbranch = dx * keep / (1 - p);   dweight, dbias add
+ * backward:  dx (+)= the gradient of sum, as in layer norm;   dbranch = dx * keep / (1 - p);   dweight, dbias add
+ *            accumulate 1: adds to dx, which holds the gradient of another use of sum, as in a pre-norm transformer
  *            dbranch is NULL without dropout, where it would equal dx
  * The results are bit-equal to pyops_residual, pyops_layer_norm_* and pyops_dropout, one after the other.
  * x, branch, sum, y, dy, dx, dbranch (R,C)   weight, bias, dweight, dbias (C)   sum, mean, rstd (R) are saved for backward
@@ -394,7 +428,7 @@ PYOPS_API pyops_status pyops_residual_norm_backward(
     pyops_real *dx, pyops_real *dbranch, float *dweight, float *dbias,
     const pyops_real *dy, const pyops_real *sum, const int64_t *step, const float *weight, const float *mean,
     const float *rstd, float *work,
-    int64_t R, int64_t C, float p, uint64_t key, void *stream);
+    int64_t R, int64_t C, float p, uint64_t key, int32_t accumulate, void *stream);
 
 /* ---- batch norm over rows and positions -----------------------------------------------------
  * training 1:  mean[c] = mean of x[:,c,:];   rstd[c] = 1 / sqrt(variance of x[:,c,:] + eps);   n = R P >= 2

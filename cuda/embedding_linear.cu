@@ -15,7 +15,7 @@ namespace {
 static constexpr int THREADS = 256;
 
 // rows (T,B,E), followed by the rows concatenated with the context (T,B,E+C) if there is one
-// packed: rows (N,E), and with a context its product or the sums of the gradients (B,O)
+// packed: rows (N,E), and with a context its product or the sums of the gradients (B,O); backward also has gradients of the rows
 static int64_t work_of(int64_t T, int64_t B, int64_t N, int64_t E, int64_t C, int64_t O) {
     const int64_t packed = N * E + (C ? B * O : 0);
     return N ? packed : T * B * (C ? 2 * E + C : E);
@@ -28,7 +28,7 @@ extern "C" int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int
 }
 extern "C" int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t N, int64_t, int64_t E, int64_t C,
                                                         int64_t O) {
-    return work_of(T, B, N, E, C, O);
+    return work_of(T, B, N, E, C, O) + N * E;
 }
 
 namespace {
@@ -84,22 +84,31 @@ static pyops_status packed_forward(float *y, const float *table, const int32_t *
     return pyops_launched("embedding_linear_forward", error, stream);
 }
 
-// All but dbias.
-static pyops_status packed_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight, const float *dy,
-                                    const float *table, const int32_t *ids, const float *context, const Sequences &in,
-                                    const float *weight, float *work, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld,
-                                    void *stream) {
+// dbias_added: whether dbias has been computed, too.
+static pyops_status packed_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias,
+                                    bool *dbias_added, const float *dy, const float *table, const int32_t *ids,
+                                    const float *context, const Sequences &in, const float *weight, float *work, int64_t V,
+                                    int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
     const int64_t B = in.B, N = in.N, I = E + C;
-    float *const sums = work + N * E;
+    float *const drows = work + N * E, *const sums = drows + N * E;
     pyops_status status = pyops_embedding_forward(real(work), table, ids, N, V, E, stream);
-    if (!status) status = pyops_gemm(dweight, dy, work, nullptr, O, E, N, I, 1, ld, E, 1, 1, 0, stream);
-    if (!status) status = pyops_gemm(work, dy, weight, nullptr, N, E, O, E, ld, 1, I, 1, 0, 0, stream);
-    if (!status) status = pyops_embedding_backward(dtable, touched, real(work), ids, N, V, E, stream);
+    if (status) return status;
+    // The gradients of a linear layer, from rows of dy that are `distance` apart.
+    const auto gradients = [&](float *dw, float *db, float *dx, int64_t ldx, const float *dy, const float *x, const float *w,
+                               int64_t rows, int64_t columns, int64_t distance, bool *added) {
+        AnyProduct p[2] = {{real(dw), real(dy), real(x), nullptr, O, columns, rows, I, 1, distance, columns, 1, 1, 0},
+                           {real(dx), real(dy), real(w), nullptr, rows, columns, O, ldx, distance, 1, I, 1, 0, 0}};
+        p[0].row_sums = db;
+        return pyops_launched("embedding_linear_backward", any_products(p, 2, stream_of(stream), added), stream);
+    };
+    bool added[2];
+    status = gradients(dweight, dbias, drows, E, dy, work, weight, N, E, ld, added);
+    *dbias_added = added[0];
+    if (!status) status = pyops_embedding_backward(dtable, touched, real(drows), ids, N, V, E, stream);
     if (status || !C) return status;
     const cudaError_t error = LAUNCH(sum_rows, grid_of(B, O), THREADS, 0, stream_of(stream), sums, dy, in, O, ld);
     status = pyops_launched("embedding_linear_backward", error, stream);
-    if (!status) status = pyops_gemm(dweight + E, sums, context, nullptr, O, C, B, I, 1, O, C, 1, 1, 0, stream);
-    return status ? status : pyops_gemm(dcontext, sums, weight + E, nullptr, B, C, O, C, O, 1, I, 1, 0, 0, stream);
+    return status ? status : gradients(dweight + E, nullptr, dcontext, C, sums, context, weight + E, B, C, O, added);
 }
 }
 
@@ -127,10 +136,11 @@ extern "C" pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *
     if (status || (offsets && B == 0)) return status;
     PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, expected at least O=%lld", LL(ld), LL(O));
     const int64_t I = E + C, R = offsets ? N : T * B;
+    bool dbias_added = false;
     if (offsets) {
         const Sequences in = {offsets, T, B, N, false};
-        status = packed_backward(dtable, touched, dcontext, dweight, dy, table, ids, context, in, weight, work, V, E, C, O, ld,
-                                 stream);
+        status = packed_backward(dtable, touched, dcontext, dweight, dbias, &dbias_added, dy, table, ids, context, in, weight,
+                                 work, V, E, C, O, ld, stream);
     } else {
         float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
         if (!status) status = pyops_gemm(dweight, dy, x, nullptr, O, I, R, I, 1, ld, I, 1, 1, 0, stream);
@@ -138,7 +148,7 @@ extern "C" pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *
         if (!status && C) status = pyops_concat_context_backward(real(work), real(dcontext), real(x), T, B, E, C, stream);
         if (!status) status = pyops_embedding_backward(dtable, touched, real(work), ids, R, V, E, stream);
     }
-    if (status) return status;
+    if (status || dbias_added) return status;
     Space columns, rows;
     columns.add({O, {1, 1}});
     rows.add({R, {ld}});

@@ -88,51 +88,85 @@ extern "C" pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *tabl
 namespace {
 static constexpr int SENTENCES = THREADS / 32; // per block
 
+// Where the sentences of a batch come from and go to.
+struct Packing {
+    int32_t *ids, *positions, *offsets; // may be NULL
+    const int32_t *table;
+    const int64_t *starts;
+    int64_t total;
+    int32_t first;
+};
+
 // The number of tokens of sentence rows[b].  0 after a fault, so nothing outside the table is read.
-DEVICE int64_t tokens(const int64_t *starts, const int64_t *rows, int64_t b, int64_t N, FaultRecord *faults) {
-    if (!in_table(rows, b, N, Who::pack_sequences, faults)) return 0;
+DEVICE int64_t tokens(const int64_t *starts, const int64_t *rows, int64_t b, int64_t N, Who who, FaultRecord *faults) {
+    if (!in_table(rows, b, N, who, faults)) return 0;
     const int64_t from = starts[rows[b]], to = starts[rows[b] + 1];
     if (from <= to) return to - from;
-    report(faults, Fault::start, Who::pack_sequences, rows[b], from, to);
+    report(faults, Fault::start, who, rows[b], from, to);
     return 0;
 }
 
 // A warp copies one sentence.  Each block adds the lengths of all sentences before its own: that takes less time than a launch
 // that only computes offsets.  The warp after the last sentence writes what follows it.
-static __global__ void __launch_bounds__(THREADS, 4)
-    pack(int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *__restrict__ table,
-         const int64_t *__restrict__ starts, const int64_t *__restrict__ rows, int64_t N, int64_t B, int64_t total,
-         int32_t first, FaultRecord *faults) {
+DEVICE void pack_sentences(const Packing &p, const int64_t *rows, int64_t N, int64_t B, Who who, FaultRecord *faults) {
     SHARED(int64_t, of_warps, [SENTENCES]);
-    const int64_t block = int64_t(blockIdx.x) * SENTENCES, b = block + threadIdx.x / 32, shift = first >= 0;
+    const int64_t block = int64_t(blockIdx.x) * SENTENCES, b = block + threadIdx.x / 32, shift = p.first >= 0;
     int64_t from = 0;
-    for (int64_t n = threadIdx.x; n < block; n += THREADS) from += tokens(starts, rows, n, N, faults);
+    for (int64_t n = threadIdx.x; n < block; n += THREADS) from += tokens(p.starts, rows, n, N, who, faults);
     from = block_sum(from, of_warps);
     if (b > B) return;
-    for (int64_t n = block; n < b; n++) from += tokens(starts, rows, n, N, faults);
+    for (int64_t n = block; n < b; n++) from += tokens(p.starts, rows, n, N, who, faults);
     const int lane = threadIdx.x % 32;
-    if (b == B && from != total && lane == 0) report(faults, Fault::total, Who::pack_sequences, 0, total, from);
-    const int64_t length = b < B ? tokens(starts, rows, b, N, faults) : total - from, room = total - from;
-    const int32_t *const sentence = b < B && length > 0 ? table + starts[rows[b]] : nullptr;
-    if (offsets && lane == 0) offsets[b] = static_cast<int32_t>(min(from, total));
+    if (b == B && from != p.total && lane == 0) report(faults, Fault::total, who, 0, p.total, from);
+    const int64_t length = b < B ? tokens(p.starts, rows, b, N, who, faults) : p.total - from, room = p.total - from;
+    const int32_t *const sentence = b < B && length > 0 ? p.table + p.starts[rows[b]] : nullptr;
+    if (p.offsets && lane == 0) p.offsets[b] = static_cast<int32_t>(min(from, p.total));
 #pragma unroll 2
     for (int64_t t = lane; t < min(length, room); t += 32) {
-        if (ids) ids[from + t] = !sentence ? 0 : t < shift ? first : sentence[t - shift];
-        if (positions) positions[from + t] = sentence ? static_cast<int32_t>(t) : 0;
+        if (p.ids) p.ids[from + t] = !sentence ? 0 : t < shift ? p.first : sentence[t - shift];
+        if (p.positions) p.positions[from + t] = sentence ? static_cast<int32_t>(t) : 0;
     }
 }
+
+static __global__ void __launch_bounds__(THREADS, 4)
+    pack(Packing p, const int64_t *rows, int64_t N, int64_t B, FaultRecord *faults) {
+    pack_sentences(p, rows, N, B, Who::pack_sequences, faults);
+}
+
+struct Pairs { Packing source, target, labels; };
+static __global__ void __launch_bounds__(THREADS, 4)
+    pack_pairs(Pairs pairs, const int64_t *rows, int64_t N, int64_t B, FaultRecord *faults) {
+    const Packing p = blockIdx.y == 0 ? pairs.source : blockIdx.y == 1 ? pairs.target : pairs.labels;
+    pack_sentences(p, rows, N, B, Who::pack_pairs, faults);
+}
+
+static unsigned pack_blocks(int64_t B) { return static_cast<unsigned>(blocks_for<int64_t>(B + 1, SENTENCES)); }
 }
 
 extern "C" pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table,
                                              const int64_t *starts, const int64_t *rows, int64_t N, int64_t B, int64_t total,
                                              int32_t first, void *stream) {
-    const pyops_status status = check_pack(N, B, total);
+    const pyops_status status = check_pack("pack_sequences", N, B, total);
     if (status) return status;
+    const Packing p = {ids, positions, offsets, table, starts, total, first};
     return pyops_launched("pack_sequences",
-                          LAUNCH(pack, static_cast<unsigned>(blocks_for<int64_t>(B + 1, SENTENCES)), THREADS, 0,
-                                 stream_of(stream), ids, positions, offsets, table, starts, rows, N, B, total, first,
-                                 pyops_faults()),
-                          stream);
+                          LAUNCH(pack, pack_blocks(B), THREADS, 0, stream_of(stream), p, rows, N, B, pyops_faults()), stream);
+}
+
+extern "C" pyops_status pyops_pack_pairs(int32_t *source, int32_t *source_positions, int32_t *source_offsets, int32_t *target,
+                                         int32_t *target_positions, int32_t *target_offsets, int32_t *labels,
+                                         const int32_t *source_table, const int64_t *source_starts, const int32_t *label_table,
+                                         const int64_t *label_starts, const int64_t *rows, int64_t N, int64_t B,
+                                         int64_t source_total, int64_t target_total, int32_t first, void *stream) {
+    pyops_status status = check_pack("pack_pairs", N, B, source_total);
+    if (!status) status = check_pack("pack_pairs", N, B, target_total);
+    if (status) return status;
+    const Pairs pairs = {{source, source_positions, source_offsets, source_table, source_starts, source_total, -1},
+                         {target, target_positions, target_offsets, label_table, label_starts, target_total, first},
+                         {labels, nullptr, nullptr, label_table, label_starts, target_total, -1}};
+    return pyops_launched(
+        "pack_pairs",
+        LAUNCH(pack_pairs, dim3(pack_blocks(B), 3), THREADS, 0, stream_of(stream), pairs, rows, N, B, pyops_faults()), stream);
 }
 
 // ---- rows of activations -----------------------------------------------------------------------------

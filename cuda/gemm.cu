@@ -2,8 +2,8 @@
 //
 // A block computes a tile of c (tile.cuh) of 128 x 128, 64 x 64 or 32 x 32 sums.  If there are fewer tiles than
 // multiprocessors and K is long, several blocks share a tile, each with a part of K (split-K): their sums go to the workspace,
-// and a second kernel adds them in order.  Both choices depend only on the sizes, so a product has the same bits in every run,
-// alone or in a batch.
+// and the last of these blocks to finish adds them in order.  Both choices depend only on the sizes, so a product has the same
+// bits in every run, alone or in a batch.
 //
 // If any operand or c is bfloat16, the product is one of bfloat16 operands: on Hopper with bulk copies and wgmma
 // (hopper_gemm.cu), otherwise in tiles with bfloat16 panels (tile_bf16.cuh).
@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include "product.cuh"
+#include "tickets.cuh"
 #include "tile.cuh"
 #include "tile_bf16.cuh"
 
@@ -21,6 +22,8 @@ struct Product {
     const float *a, *b, *bias;
     int64_t M, N, K, ldc, a_row, a_col, b_row, b_col;
     int32_t accumulate, relu;
+    const float *gate = nullptr;            // see RealProduct
+    float *row_sums = nullptr;
 };
 struct Batch {                              // the axes of a batch, and the strides of the matrices along each
     int32_t ndim;
@@ -30,6 +33,8 @@ struct Work {                               // the division of a launch: blocks 
     int64_t tiles_m, tiles_n, splits, k_part;
     int64_t first;                          // index in the batch of the first product of this launch
     float *parts;                           // sums of parts of K: (splits, products, M, N); NULL if there is one part
+    unsigned *tickets;                      // one for each tile of this launch, if there are several parts
+    bool a16, b16;                          // whether copies of 16 bytes are possible
 };
 
 // ---- kernels -----------------------------------------------------------------------------------------------
@@ -42,37 +47,89 @@ __host__ __device__ static inline void move_to(Product &g, const Batch &batch, i
 
 DEVICE void finish(const Product &g, int64_t m, int64_t n, float sum) {
     float *c = g.c + m * g.ldc + n;
-    *c = finished(sum, c, g.bias ? g.bias + n : nullptr, g.accumulate, g.relu);
+    *c = finished(sum, c, g.bias ? g.bias + n : nullptr, g.accumulate, g.relu, g.gate ? g.gate + m * g.ldc + n : nullptr);
 }
 
+// Tiles with at most this number of rows also sum the rows of a; larger ones have no registers left.
+static constexpr int MOST_SUMMED = 64;
+
+// After a product, in each block: add the sums of the rows of a, or write those of a part of K to (splits, M) behind the other
+// parts, of which the last block adds them.
+template <class S, class RowSums> DEVICE void finish_row_sums(const RowSums &rows, float *shared, float *to, int64_t m0,
+                                                              int64_t M, float *parts) {
+    rows.each(shared, [&](int m, float sum) {
+        if (m0 + m >= M) return;
+        if (parts) parts[m0 + m] = sum;
+        else to[m0 + m] += sum;
+    });
+}
+template <class S> DEVICE void add_row_sums(float *to, const float *parts, int64_t m0, int64_t M, int64_t splits) {
+    for (int m = threadIdx.x; m < S::M && m0 + m < M; m += S::THREADS) to[m0 + m] += sum_of_parts(parts + m0 + m, splits, M);
+}
+
+// A block of product number `product` of `products`.
 template <class S, Precision P, bool A_K, bool B_K>
-static __global__ void __launch_bounds__(S::THREADS, 2) tile_product(Product g, Batch batch, Work work, bool a16, bool b16) {
+DEVICE void product_block(float *shared, const Product &g, const Work &work, int64_t products, int64_t product, int64_t split,
+                          int64_t tile) {
     using T = Tile<S, P, Stored<A_K>, Stored<B_K>>;
-    DYN_SHARED(float, shared);
-    const int64_t tiles = work.tiles_m * work.tiles_n;
-    const int64_t split = blockIdx.x / tiles % work.splits, product = blockIdx.x / tiles / work.splits;
-    const TileIndex at = tile_index<8>(blockIdx.x % tiles, work.tiles_m, work.tiles_n);
-    const int64_t m0 = at.m * S::M, n0 = at.n * S::N;
-    move_to(g, batch, work.first + product);
+    const TileIndex at = tile_index<8>(tile, work.tiles_m, work.tiles_n);
+    const int64_t m0 = at.m * S::M, n0 = at.n * S::N, size = g.M * g.N;
     const int64_t k0 = split * work.k_part, k1 = k0 + work.k_part < g.K ? k0 + work.k_part : g.K;
-    T::product(shared, {g.a, g.M, g.a_row, g.a_col, a16}, {g.b, g.N, g.b_col, g.b_row, b16}, m0, n0, k0, k1);
-    float *part = work.parts ? work.parts + (split * batch.products + product) * g.M * g.N : nullptr;
+    const Stored<A_K> a = {g.a, g.M, g.a_row, g.a_col, work.a16};
+    const Stored<B_K> b = {g.b, g.N, g.b_col, g.b_row, work.b16};
+    typename T::RowSums rows = {S::M <= MOST_SUMMED && g.row_sums && n0 == 0};
+    if constexpr (S::M <= MOST_SUMMED) T::product(shared, a, b, m0, n0, k0, k1, rows);
+    else T::product(shared, a, b, m0, n0, k0, k1);
+    float *const parts = work.parts ? work.parts + product * size : nullptr;
     T::each(shared, [&](int m, int n, float sum) {
         if (m0 + m >= g.M || n0 + n >= g.N) return;
-        if (part) part[(m0 + m) * g.N + n0 + n] = sum;
+        if (parts) parts[split * products * size + (m0 + m) * g.N + n0 + n] = sum;
         else finish(g, m0 + m, n0 + n, sum);
+    });
+    float *const of_rows = parts ? parts + work.splits * size : nullptr;
+    if (rows.wanted) finish_row_sums<S>(rows, shared, g.row_sums, m0, g.M, parts ? of_rows + split * g.M : nullptr);
+    if (!parts || !block_arrives_last(work.tickets + product * work.tiles_m * work.tiles_n + tile, work.splits)) return;
+    if (rows.wanted) add_row_sums<S>(g.row_sums, of_rows, m0, g.M, work.splits);
+    T::each(shared, [&](int m, int n, float) {
+        if (m0 + m >= g.M || n0 + n >= g.N) return;
+        const float *const part = parts + (m0 + m) * g.N + n0 + n;
+        finish(g, m0 + m, n0 + n, sum_of_parts(part, work.splits, products * size));
     });
 }
 
-static __global__ void add_parts(Product g, Batch batch, Work work) {
-    const int64_t size = g.M * g.N, all = batch.products * size;
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < all; i += int64_t(gridDim.x) * blockDim.x) {
-        float sum = work.parts[i];
-        for (int64_t split = 1; split < work.splits; split++) sum += work.parts[split * all + i];
-        Product at = g;
-        move_to(at, batch, work.first + i / size);
-        finish(at, i % size / g.N, i % size % g.N, sum);
-    }
+template <class S, Precision P, bool A_K, bool B_K>
+static __global__ void __launch_bounds__(S::THREADS, 2) tile_product(Product g, Batch batch, Work work) {
+    DYN_SHARED(float, shared);
+    const int64_t tiles = work.tiles_m * work.tiles_n, product = blockIdx.x / tiles / work.splits;
+    move_to(g, batch, work.first + product);
+    product_block<S, P, A_K, B_K>(shared, g, work, batch.products, product, blockIdx.x / tiles % work.splits,
+                                  blockIdx.x % tiles);
+}
+
+// Several products in one launch.  In all of them b has adjacent elements along N; a_k: a has adjacent elements along K.
+template <class G> struct Group {
+    G product[MOST_GROUPED];
+    Work work[MOST_GROUPED];
+    int64_t blocks[MOST_GROUPED];
+    bool a_k[MOST_GROUPED];
+};
+
+// Find the product of this block -> its index and the number of the block within the product.
+template <class G> DEVICE int find_product(const Group<G> &group, int64_t *block) {
+    int i = 0;
+    for (*block = blockIdx.x; *block >= group.blocks[i]; i++) *block -= group.blocks[i];
+    return i;
+}
+
+template <class S, Precision P>
+static __global__ void __launch_bounds__(S::THREADS, 2) product_group(const __grid_constant__ Group<Product> group) {
+    DYN_SHARED(float, shared);
+    int64_t block;
+    const int i = find_product(group, &block);
+    const Work &work = group.work[i];
+    const int64_t tiles = work.tiles_m * work.tiles_n, split = block / tiles, tile = block % tiles;
+    if (group.a_k[i]) product_block<S, P, true, false>(shared, group.product[i], work, 1, 0, split, tile);
+    else product_block<S, P, false, false>(shared, group.product[i], work, 1, 0, split, tile);
 }
 
 // ---- choice of the tile size and the number of parts of K --------------------------------------------------------
@@ -83,26 +140,39 @@ template <> struct ShapeOf<Precision::fp32, Size::large> { using S = TileShape<1
 template <Precision P> struct ShapeOf<P, Size::medium> { using S = TileShape<64, 64, 32, 2, 2, 3>; };
 template <Precision P> struct ShapeOf<P, Size::small> { using S = TileShape<32, 32, 64, 2, 2, 4>; };
 
-struct Cut {
-    Size size;
-    int64_t splits;
-};
+static constexpr int64_t side_of(Size size) { return size == Size::large ? 128 : size == Size::medium ? 64 : 32; }
 
 static constexpr int64_t PART = 64, MOST_PARTS = 32;            // parts of K are multiples of PART
 
+// Parts that fit in the workspace; 1 if there are not enough tickets for the tiles, of which there are at most those of
+// side x side sums.
+static int64_t most_parts(int64_t M, int64_t N, int64_t side) {
+    if (blocks_for(M, side) * blocks_for(N, side) > TICKETS) return 1;
+    return std::min<int64_t>(MOST_PARTS, PYOPS_WORKSPACE / sizeof(float) / (M * (N + 1)));       // and sums of rows of a
+}
+
+// With split-K the last block of a tile waits for the others, then reads the parts of its sums, 64 bytes a cycle.
+static double cycles_of_parts(int64_t sums, int64_t splits) { return splits == 1 ? 0 : 1500 + double(sums) * splits / 16; }
+
 // Cost model of a product, in cycles: blocks run in waves over the multiprocessors, small tiles wait longer for memory than
-// large ones, every wave has a fixed latency, and split-K costs a second kernel and memory traffic.
-static double cycles(Size size, int64_t splits, int64_t products, int64_t M, int64_t N, int64_t K, Precision precision) {
-    const int64_t side = size == Size::large ? 128 : size == Size::medium ? 64 : 32, processors = pyops_multiprocessors();
+// large ones, and every wave has a fixed latency.
+static double block_cycles(Size size, int64_t splits, int64_t K, Precision precision) {
+    const int64_t side = side_of(size);
     const double fmas_a_cycle = (precision == Precision::fp32       ? 110
                                      : precision == Precision::tf32 ? 450
                                                                     : 520) *
         (size == Size::large        ? 1.0
              : size == Size::medium ? 0.6
                                     : 0.3);
-    const double waves = blocks_for(blocks_for(M, side) * blocks_for(N, side) * splits * products, processors);
-    const double parts = splits == 1 ? 0 : 3000 + 2.0 * M * N * products * splits / (8.0 * processors);
-    return waves * (1500 + side * side * double(blocks_for(K, splits)) / fmas_a_cycle) + parts;
+    return 1500 + side * side * double(blocks_for(K, splits)) / fmas_a_cycle;
+}
+static int64_t blocks_of(Size size, int64_t splits, int64_t M, int64_t N) {
+    return blocks_for(M, side_of(size)) * blocks_for(N, side_of(size)) * splits;
+}
+static double cycles(Size size, int64_t splits, int64_t products, int64_t M, int64_t N, int64_t K, Precision precision) {
+    const int64_t processors = pyops_multiprocessors(), side = side_of(size);
+    const double waves = blocks_for(blocks_of(size, splits, M, N) * products, processors);
+    return waves * block_cycles(size, splits, K, precision) + cycles_of_parts(side * side, splits);
 }
 
 // The large tiles of tensor cores require more shared memory than consumer devices have.
@@ -127,8 +197,7 @@ static double least_cycles(int64_t splits, int64_t M, int64_t N, int64_t K, Prec
 // enough: the rounding error grows with their number.
 static int64_t best_splits(int64_t M, int64_t N, int64_t K, Precision precision) {
     if (!K) return 1;
-    const int64_t room = int64_t(PYOPS_WORKSPACE / sizeof(float)) / (M * N);
-    const int64_t most = std::min({MOST_PARTS, room, blocks_for(K, 4 * PART)});
+    const int64_t most = std::min({most_parts(M, N, 32), blocks_for(K, 4 * PART)});
     int64_t best = std::max<int64_t>(1, std::min(most, precision == Precision::fp32 ? blocks_for<int64_t>(K, 2048) : 1));
     for (int64_t splits = best + 1; splits <= most; splits++)
         if (least_cycles(splits, M, N, K, precision) < least_cycles(best, M, N, K, precision)) best = splits;
@@ -143,16 +212,20 @@ static bool whole16(const float *p, int64_t inner_step, int64_t line_step, const
     return whole;
 }
 
+static void set_alignment(Work *work, const Product &g, const Batch &batch, bool a_k, bool b_k) {
+    work->a16 = whole16(g.a, a_k ? g.a_col : g.a_row, a_k ? g.a_row : g.a_col, batch.a_step, batch);
+    work->b16 = whole16(g.b, b_k ? g.b_row : g.b_col, b_k ? g.b_col : g.b_row, batch.b_step, batch);
+}
+
 template <class S, Precision P, bool A_K, bool B_K> static cudaError_t launch_tiles(const Product &g, const Batch &batch,
                                                                                     Work work, cudaStream_t stream) {
     using T = Tile<S, P, Stored<A_K>, Stored<B_K>>;
-    const bool a16 = whole16(g.a, A_K ? g.a_col : g.a_row, A_K ? g.a_row : g.a_col, batch.a_step, batch);
-    const bool b16 = whole16(g.b, B_K ? g.b_row : g.b_col, B_K ? g.b_col : g.b_row, batch.b_step, batch);
+    set_alignment(&work, g, batch, A_K, B_K);
     const cudaError_t error = allow_shared<tile_product<S, P, A_K, B_K>>(T::BYTES);
     if (error != cudaSuccess) return error;
     work.tiles_m = blocks_for<int64_t>(g.M, S::M), work.tiles_n = blocks_for<int64_t>(g.N, S::N);
     const unsigned blocks = static_cast<unsigned>(work.tiles_m * work.tiles_n * work.splits * batch.products);
-    return LAUNCH((tile_product<S, P, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, batch, work, a16, b16);
+    return LAUNCH((tile_product<S, P, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, batch, work);
 }
 
 template <class S, Precision P> static cudaError_t launch_layout(const Product &g, const Batch &batch, const Work &work,
@@ -171,17 +244,25 @@ template <Precision P> static cudaError_t launch_size(Size size, const Product &
                                : launch_layout<typename ShapeOf<P, Size::small>::S, P>(g, batch, work, stream);
 }
 
+static Work work_of(int64_t splits, int64_t K) {
+    Work work = {};
+    work.splits = splits, work.k_part = round_up(std::max<int64_t>(1, blocks_for(K, splits)), PART);
+    return work;
+}
+
 // A batch is launched in pieces if the workspace or the grid is too small for it.
 static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits, Precision precision, cudaStream_t stream) {
     const int64_t M = g.M, N = g.N, K = g.K, products = batch.products;
     const int64_t most_tiles = blocks_for<int64_t>(M, 32) * blocks_for<int64_t>(N, 32);
     const Size size = best_size(splits, products, M, N, K, precision);
     int64_t at_once = std::min(products, std::max<int64_t>(1, INT32_MAX / (most_tiles * splits)));
-    Work work = {0, 0, splits, round_up(std::max<int64_t>(1, blocks_for(K, splits)), PART), 0, nullptr};
+    Work work = work_of(splits, K);
     if (splits > 1) {
-        at_once = std::min<int64_t>(at_once, PYOPS_WORKSPACE / sizeof(float) / (M * N * splits));
-        work.parts = static_cast<float *>(pyops_workspace(sizeof(float) * M * N * splits * at_once));
-        if (!work.parts) return cudaErrorMemoryAllocation;
+        const int64_t room = PYOPS_WORKSPACE / sizeof(float) / (M * (N + 1) * splits);
+        at_once = std::min({at_once, room, std::max<int64_t>(1, TICKETS / most_tiles)});
+        work.parts = static_cast<float *>(pyops_workspace(sizeof(float) * M * (N + 1) * splits * at_once));
+        work.tickets = pyops_tickets();
+        if (!work.parts || !work.tickets) return cudaErrorMemoryAllocation;
     }
     Launches launches;
     for (; work.first < products; work.first += at_once) {
@@ -189,7 +270,6 @@ static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits
         launches << (precision == Precision::fp32       ? launch_size<Precision::fp32>(size, g, batch, work, stream)
                          : precision == Precision::tf32 ? launch_size<Precision::tf32>(size, g, batch, work, stream)
                                                         : launch_size<Precision::bf16>(size, g, batch, work, stream));
-        if (work.parts) launches << LAUNCH(add_parts, grid_for(M * N * batch.products, 256), 256, 0, stream, g, batch, work);
     }
     return launches.error;
 }
@@ -255,14 +335,14 @@ static double hopper_cycles(int64_t splits, int64_t M, int64_t N, int64_t K, boo
     const int64_t processors = pyops_multiprocessors(), rows = blocks_for<int64_t>(M, 128) * splits;
     const auto tiles = [&](int64_t width) {
         const double waves = blocks_for(rows * blocks_for(N, width), processors);
-        return waves * (2000 + 128.0 * width * blocks_for(K, splits) / (is_bf16 ? 1500 : 750));
+        const double each = 2000 + 128.0 * width * blocks_for(K, splits) / (is_bf16 ? 1500 : 750);
+        return waves * each + cycles_of_parts(128 * width, splits);
     };
-    const double parts = splits == 1 ? 0 : 3000 + 2.0 * M * N * splits / (8.0 * processors);
-    return std::min(tiles(256), tiles(128)) + parts;
+    return std::min(tiles(256), tiles(128));
 }
 
 static int64_t best_hopper_splits(int64_t M, int64_t N, int64_t K) {
-    const int64_t room = int64_t(PYOPS_WORKSPACE / sizeof(float)) / (M * N), most = std::min({MOST_PARTS, room, K / 512});
+    const int64_t most = std::min(most_parts(M, N, 64), K / 512);         // two tickets for each tile of 128 x 128
     int64_t best = 1;
     for (int64_t splits = 2; splits <= most; splits++)
         if (hopper_cycles(splits, M, N, K, true) < hopper_cycles(best, M, N, K, true)) best = splits;
@@ -273,36 +353,56 @@ static int64_t best_hopper_splits(int64_t M, int64_t N, int64_t K) {
 DEVICE void finish(const RealProduct &g, int64_t m, int64_t n, float sum) {
     const int64_t at = (g.scatter ? g.scatter[m] : m) * g.ldc + n;
     const float *const bias = g.bias ? g.bias + n : nullptr;
-    if (g.to_float) g.to_float[at] = finished(sum, g.to_float + at, bias, g.accumulate, g.relu);
-    else g.to_bf16[at] = as<bf16>(finished(sum, g.to_bf16 + at, bias, g.accumulate, g.relu));
+    const auto gate = [&](auto *c) { return g.gate ? static_cast<decltype(c)>(g.gate) + at : nullptr; };
+    const float *const float_gate = gate(static_cast<const float *>(nullptr));
+    const bf16 *const bf16_gate = gate(static_cast<const bf16 *>(nullptr));
+    if (g.to_float) g.to_float[at] = finished<float>(sum, g.to_float + at, bias, g.accumulate, g.relu, float_gate);
+    else g.to_bf16[at] = as<bf16>(finished<bf16>(sum, g.to_bf16 + at, bias, g.accumulate, g.relu, bf16_gate));
+}
+
+template <class S, bool A_K, bool B_K>
+DEVICE void bf16_block(float *shared, const RealProduct &g, const Work &work, int64_t split, int64_t tile) {
+    using T = HalfTile<S, A_K, B_K>;
+    const TileIndex at = tile_index<8>(tile, work.tiles_m, work.tiles_n);
+    const int64_t m0 = at.m * S::M, n0 = at.n * S::N, M = g.limit.rows(g.M), K = g.limit.summands(g.K);
+    const int64_t k0 = split * work.k_part, k1 = k0 + work.k_part < K ? k0 + work.k_part : K;
+    if (m0 >= M) return;
+    RealOperand a = g.a;
+    a.rows = M;
+    typename T::RowSums rows = {S::M <= MOST_SUMMED && g.row_sums && n0 == 0};
+    if constexpr (S::M <= MOST_SUMMED) T::product(shared, a, g.b, m0, n0, k0, k1, rows);
+    else T::product(shared, a, g.b, m0, n0, k0, k1);
+    T::each(shared, [&](int m, int n, float sum) {
+        if (m0 + m >= M || n0 + n >= g.N) return;
+        if (work.parts) work.parts[split * g.M * g.N + (m0 + m) * g.N + n0 + n] = sum;
+        else finish(g, m0 + m, n0 + n, sum);
+    });
+    float *const of_rows = work.parts ? work.parts + work.splits * g.M * g.N : nullptr;
+    if (rows.wanted) finish_row_sums<S>(rows, shared, g.row_sums, m0, M, of_rows ? of_rows + split * M : nullptr);
+    if (!work.parts || !block_arrives_last(work.tickets + tile, work.splits)) return;
+    if (rows.wanted) add_row_sums<S>(g.row_sums, of_rows, m0, M, work.splits);
+    T::each(shared, [&](int m, int n, float) {
+        if (m0 + m >= M || n0 + n >= g.N) return;
+        finish(g, m0 + m, n0 + n, sum_of_parts(work.parts + (m0 + m) * g.N + n0 + n, work.splits, g.M * g.N));
+    });
 }
 
 template <class S, bool A_K, bool B_K>
 static __global__ void __launch_bounds__(S::THREADS, 2) bf16_product(RealProduct g, Work work) {
-    using T = HalfTile<S, A_K, B_K>;
     DYN_SHARED(float, shared);
-    const int64_t tiles = work.tiles_m * work.tiles_n, split = blockIdx.x / tiles;
-    const TileIndex at = tile_index<8>(blockIdx.x % tiles, work.tiles_m, work.tiles_n);
-    const int64_t m0 = at.m * S::M, n0 = at.n * S::N, M = g.limit.rows(g.M), K = g.limit.summands(g.K);
-    const int64_t k0 = split * work.k_part, k1 = k0 + work.k_part < K ? k0 + work.k_part : K;
-    if (m0 >= M) return;
-    g.a.rows = M;
-    T::product(shared, g.a, g.b, m0, n0, k0, k1);
-    float *const part = work.parts ? work.parts + split * g.M * g.N : nullptr;
-    T::each(shared, [&](int m, int n, float sum) {
-        if (m0 + m >= M || n0 + n >= g.N) return;
-        if (part) part[(m0 + m) * g.N + n0 + n] = sum;
-        else finish(g, m0 + m, n0 + n, sum);
-    });
+    const int64_t tiles = work.tiles_m * work.tiles_n;
+    bf16_block<S, A_K, B_K>(shared, g, work, blockIdx.x / tiles, blockIdx.x % tiles);
 }
 
-static __global__ void add_real_parts(RealProduct g, const float *parts, int64_t splits) {
-    const int64_t size = g.M * g.N, used = g.limit.rows(g.M) * g.N;
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < used; i += int64_t(gridDim.x) * blockDim.x) {
-        float sum = parts[i];
-        for (int64_t split = 1; split < splits; split++) sum += parts[split * size + i];
-        finish(g, i / g.N, i % g.N, sum);
-    }
+template <class S>
+static __global__ void __launch_bounds__(S::THREADS, 2) bf16_group(const __grid_constant__ Group<RealProduct> group) {
+    DYN_SHARED(float, shared);
+    int64_t block;
+    const int i = find_product(group, &block);
+    const Work &work = group.work[i];
+    const int64_t tiles = work.tiles_m * work.tiles_n;
+    if (group.a_k[i]) bf16_block<S, true, false>(shared, group.product[i], work, block / tiles, block % tiles);
+    else bf16_block<S, false, false>(shared, group.product[i], work, block / tiles, block % tiles);
 }
 
 template <Size> struct Bf16Shape { using S = TileShape<128, 128, 32, 2, 2, 3>; };
@@ -329,26 +429,23 @@ template <Size SIZE> static cudaError_t launch_bf16_layout(const RealProduct &g,
 }
 
 static float *room_for_parts(int64_t splits, int64_t M, int64_t N) {
-    return splits > 1 ? static_cast<float *>(pyops_workspace(sizeof(float) * M * N * splits)) : nullptr;
+    return splits > 1 ? static_cast<float *>(pyops_workspace(sizeof(float) * M * (N + 1) * splits)) : nullptr;
 }
 
-static cudaError_t launch_bf16_mma(const RealProduct &g, cudaStream_t stream) {
+static cudaError_t launch_bf16_mma(const RealProduct &g, cudaStream_t stream, bool *row_sums_added) {
     const int64_t splits = best_splits(g.M, g.N, g.K, Precision::bf16);
     const Size size = best_size(splits, 1, g.M, g.N, g.K, Precision::bf16);
-    const Work work = {
-        0, 0, splits, round_up(std::max<int64_t>(1, blocks_for(g.K, splits)), PART), 0, room_for_parts(splits, g.M, g.N)};
-    if (splits > 1 && !work.parts) return cudaErrorMemoryAllocation;
-    Launches launches;
-    launches << (size == Size::large        ? launch_bf16_layout<Size::large>(g, work, stream)
-                     : size == Size::medium ? launch_bf16_layout<Size::medium>(g, work, stream)
-                                            : launch_bf16_layout<Size::small>(g, work, stream));
-    if (work.parts) launches << LAUNCH(add_real_parts, grid_for(g.M * g.N, 256), 256, 0, stream, g, work.parts, work.splits);
-    return launches.error;
+    *row_sums_added = g.row_sums && size != Size::large;
+    Work work = work_of(splits, g.K);
+    work.parts = room_for_parts(splits, g.M, g.N), work.tickets = splits > 1 ? pyops_tickets() : nullptr;
+    if (splits > 1 && (!work.parts || !work.tickets)) return cudaErrorMemoryAllocation;
+    return size == Size::large ? launch_bf16_layout<Size::large>(g, work, stream)
+        : size == Size::medium ? launch_bf16_layout<Size::medium>(g, work, stream)
+                               : launch_bf16_layout<Size::small>(g, work, stream);
 }
 
-template <class Out> static bool launch_bf16_hopper(cudaError_t *error, const RealProduct &g, Out *c, cudaStream_t stream) {
+template <class Out> static RowProduct<bf16, Out> row_product(const RealProduct &g, Out *c) {
     const auto ld = [](const RealOperand &x) { return x.k_step == 1 ? x.row_step : x.row_step == 1 ? x.k_step : -1; };
-    if (g.a.is_float || g.b.is_float || ld(g.a) < 0 || ld(g.b) < 0) return false;
     RowProduct<bf16, Out> p = {c,
                                static_cast<const bf16 *>(g.a.p),
                                static_cast<const bf16 *>(g.b.p),
@@ -362,30 +459,43 @@ template <class Out> static bool launch_bf16_hopper(cudaError_t *error, const Re
                                g.accumulate,
                                g.relu,
                                g.a.k_step == 1,
-                               g.b.k_step == 1,
-                               1,
-                               nullptr,
-                               g.limit,
-                               g.scatter};
-    if (!hopper_product_fits(p)) return false;
+                               g.b.k_step == 1};
+    p.limit = g.limit, p.scatter = g.scatter, p.gate = static_cast<const Out *>(g.gate);
+    return p;
+}
+
+static double least_bf16_cycles(const RealProduct &g) {
+    return least_cycles(best_splits(g.M, g.N, g.K, Precision::bf16), g.M, g.N, g.K, Precision::bf16);
+}
+
+// The cycles of the product on Hopper's tensor cores; infinite if they cannot compute it, or need longer than smaller tiles.
+template <class Out> static double best_hopper_cycles(const RealProduct &g, Out *c) {
+    const RowProduct<bf16, Out> p = row_product(g, c);
+    if (!g.K || g.a.is_float || g.b.is_float || p.lda < 0 || p.ldb < 0 || !hopper_product_fits(p)) return INFINITY;
+    const double cycles = hopper_cycles(best_hopper_splits(g.M, g.N, g.K), g.M, g.N, g.K, true);
+    return cycles > least_bf16_cycles(g) ? INFINITY : cycles;
+}
+
+template <class Out> static cudaError_t launch_bf16_hopper(const RealProduct &g, Out *c, cudaStream_t stream) {
+    RowProduct<bf16, Out> p = row_product(g, c);
     p.splits = best_hopper_splits(g.M, g.N, g.K);
-    const double tiles = least_cycles(best_splits(g.M, g.N, g.K, Precision::bf16), g.M, g.N, g.K, Precision::bf16);
-    if (hopper_cycles(p.splits, g.M, g.N, g.K, true) > tiles) return false;
-    p.parts = room_for_parts(p.splits, g.M, g.N);
-    *error = p.splits > 1 && !p.parts ? cudaErrorMemoryAllocation : hopper_product(p, stream);
-    if (*error == cudaSuccess && p.parts)
-        *error = LAUNCH(add_real_parts, grid_for(g.M * g.N, 256), 256, 0, stream, g, p.parts, p.splits);
-    return true;
+    p.parts = room_for_parts(p.splits, g.M, g.N), p.tickets = p.splits > 1 ? pyops_tickets() : nullptr;
+    return p.splits > 1 && (!p.parts || !p.tickets) ? cudaErrorMemoryAllocation : hopper_product(p, stream);
 }
 
+static double best_hopper_cycles(const RealProduct &g) {
+    return g.to_float ? best_hopper_cycles(g, g.to_float) : best_hopper_cycles(g, g.to_bf16);
+}
 }
 
+cudaError_t real_product(const RealProduct &g, cudaStream_t stream, bool *row_sums_added) {
+    *row_sums_added = false;
+    if (best_hopper_cycles(g) == INFINITY) return launch_bf16_mma(g, stream, row_sums_added);
+    return g.to_float ? launch_bf16_hopper(g, g.to_float, stream) : launch_bf16_hopper(g, g.to_bf16, stream);
+}
 cudaError_t real_product(const RealProduct &g, cudaStream_t stream) {
-    cudaError_t error = cudaSuccess;
-    if (g.K &&
-        (g.to_float ? launch_bf16_hopper(&error, g, g.to_float, stream) : launch_bf16_hopper(&error, g, g.to_bf16, stream)))
-        return error;
-    return launch_bf16_mma(g, stream);
+    bool row_sums_added;
+    return real_product(g, stream, &row_sums_added);
 }
 
 namespace {
@@ -412,8 +522,9 @@ template <class Element> static cudaError_t launch_converted(const Product &g, c
         for (int64_t m = 0; m < g.M; m += rows) {
             const int64_t M = std::min(rows, g.M - m);
             if (n == 0 || rows < g.M) launches << convert(a, g.a + m * g.a_row, M, g.K, ld, g.a_row, g.a_col, stream);
-            const RowProduct<Element> part = {
-                g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld, g.accumulate, g.relu};
+            RowProduct<Element> part = {g.c + m * g.ldc + n, a,     b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld,
+                                        g.accumulate,        g.relu};
+            part.gate = g.gate ? g.gate + m * g.ldc + n : nullptr;
             launches << hopper_product(part, stream);
         }
     }
@@ -425,40 +536,186 @@ static cudaError_t launch_converted(const Product &g, Precision precision, cudaS
 }
 
 // ---- the ABI --------------------------------------------------------------------------------------------------
+namespace {
+static bool has_bf16(const AnyProduct &p) { return is_bf16(p.c) || is_bf16(p.a) || is_bf16(p.b); }
+
+static RealProduct as_real(const AnyProduct &p) {
+    RealProduct g = {is_bf16(p.c) ? nullptr : elements<float>(p.c),
+                     is_bf16(p.c) ? elements<bf16>(p.c) : nullptr,
+                     operand(p.a, p.M, p.a_row, p.a_col),
+                     operand(p.b, p.N, p.b_col, p.b_row),
+                     p.bias,
+                     p.M,
+                     p.N,
+                     p.K,
+                     p.ldc,
+                     p.accumulate,
+                     p.relu};
+    g.gate = elements<char>(p.gate), g.row_sums = p.row_sums;
+    return g;
+}
+
+static Product as_float_product(const AnyProduct &p) {
+    return {elements<float>(p.c),
+            elements<float>(p.a),
+            elements<float>(p.b),
+            p.bias,
+            p.M,
+            p.N,
+            p.K,
+            p.ldc,
+            p.a_row,
+            p.a_col,
+            p.b_row,
+            p.b_col,
+            p.accumulate,
+            p.relu,
+            elements<float>(p.gate),
+            p.row_sums};
+}
+
+// Compute one product.  row_sums_added: whether it has added to p.row_sums.
+static cudaError_t any_product(const AnyProduct &p, cudaStream_t stream, bool *row_sums_added) {
+    *row_sums_added = false;
+    if (!p.M || !p.N) return cudaSuccess;
+    if (has_bf16(p)) return real_product(as_real(p), stream, row_sums_added);
+    const Precision precision = pyops_precision_now();
+    if (worth_converting(p.M, p.N, p.K, precision)) return launch_converted(as_float_product(p), precision, stream);
+    Batch one = {};
+    one.products = 1;
+    const int64_t splits = best_splits(p.M, p.N, p.K, precision);
+    *row_sums_added = p.row_sums && best_size(splits, 1, p.M, p.N, p.K, precision) != Size::large;
+    return launch_products(as_float_product(p), one, splits, precision, stream);
+}
+
+// ---- several products in one launch -------------------------------------------------------------------------------
+static constexpr double LAUNCH_CYCLES = 4000;           // between two kernels of a stream
+
+// The tile size for these products in one launch.  false: separate launches take less time, or one of the products cannot be in
+// a group.  A product has as many parts as alone, so its bits are the same.
+static bool best_group(Size *size, const AnyProduct *p, int count) {
+    if (count < 2 || count > MOST_GROUPED) return false;
+    const bool is_real = has_bf16(p[0]);
+    const Precision precision = is_real ? Precision::bf16 : pyops_precision_now();
+    double alone = LAUNCH_CYCLES * (count - 1);
+    int64_t floats = 0, tiles = 0;
+    for (int i = 0; i < count; i++) {
+        const int64_t M = p[i].M, N = p[i].N, K = p[i].K;
+        if (!M || !N || !K || has_bf16(p[i]) != is_real || std::abs(p[i].b_row) <= std::abs(p[i].b_col)) return false;
+        if (!is_real && worth_converting(M, N, K, precision)) return false;
+        const int64_t splits = best_splits(M, N, K, precision);
+        const double wgmma = is_real ? best_hopper_cycles(as_real(p[i])) : INFINITY;
+        alone += std::min(wgmma, least_cycles(splits, M, N, K, precision));
+        floats += splits > 1 ? M * (N + 1) * splits : 0;
+        tiles += blocks_of(Size::small, 1, M, N);
+    }
+    if (floats > int64_t(PYOPS_WORKSPACE / sizeof(float)) || tiles > TICKETS) return false;
+    double best = alone;
+    for (const Size each : {Size::small, Size::medium}) {
+        double longest = 0, total = 0, parts = 0;
+        for (int i = 0; i < count; i++) {
+            const int64_t splits = best_splits(p[i].M, p[i].N, p[i].K, precision);
+            const double block = block_cycles(each, splits, p[i].K, precision);
+            longest = std::max(longest, block), total += block * blocks_of(each, splits, p[i].M, p[i].N);
+            parts = std::max(parts, cycles_of_parts(side_of(each) * side_of(each), splits));
+        }
+        const double cycles = std::max(longest, total / pyops_multiprocessors()) + parts;
+        if (cycles <= best) *size = each, best = cycles;
+    }
+    return best < alone;
+}
+
+// Fill the group for a tile size and launch it by run(group, blocks).  convert: AnyProduct to G.
+template <class G, class Convert, class Run>
+static cudaError_t launch_group(Size size, const AnyProduct *p, int count, Precision precision, Convert convert, Run run) {
+    Group<G> group = {};
+    Batch one = {};
+    one.products = 1;
+    float *parts = static_cast<float *>(pyops_workspace(PYOPS_WORKSPACE));
+    unsigned *tickets = pyops_tickets();
+    if (!parts || !tickets) return cudaErrorMemoryAllocation;
+    int64_t blocks = 0;
+    for (int i = 0; i < count; i++) {
+        const int64_t splits = best_splits(p[i].M, p[i].N, p[i].K, precision), side = side_of(size);
+        Work &work = group.work[i];
+        work = work_of(splits, p[i].K);
+        work.tiles_m = blocks_for(p[i].M, side), work.tiles_n = blocks_for(p[i].N, side);
+        if (splits > 1) {
+            work.parts = parts, work.tickets = tickets;
+            parts += p[i].M * (p[i].N + 1) * splits, tickets += work.tiles_m * work.tiles_n;
+        }
+        group.product[i] = convert(p[i]);
+        group.a_k[i] = std::abs(p[i].a_col) <= std::abs(p[i].a_row);
+        if constexpr (std::is_same_v<G, Product>) set_alignment(&work, group.product[i], one, group.a_k[i], false);
+        group.blocks[i] = work.tiles_m * work.tiles_n * splits;
+        blocks += group.blocks[i];
+    }
+    return run(group, static_cast<unsigned>(blocks));
+}
+
+template <class S, Precision P> static cudaError_t run_group(const Group<Product> &group, unsigned blocks,
+                                                             cudaStream_t stream) {
+    constexpr size_t ROWS = Tile<S, P, Stored<true>, Stored<false>>::BYTES,
+                     LINES = Tile<S, P, Stored<false>, Stored<false>>::BYTES;
+    constexpr size_t BYTES = ROWS > LINES ? ROWS : LINES;
+    const cudaError_t error = allow_shared<product_group<S, P>>(BYTES);
+    return error == cudaSuccess ? LAUNCH((product_group<S, P>), blocks, S::THREADS, BYTES, stream, group) : error;
+}
+template <Precision P> static cudaError_t run_group_of(Size size, const Group<Product> &group, unsigned blocks,
+                                                       cudaStream_t stream) {
+    return size == Size::medium ? run_group<typename ShapeOf<P, Size::medium>::S, P>(group, blocks, stream)
+                                : run_group<typename ShapeOf<P, Size::small>::S, P>(group, blocks, stream);
+}
+template <class S> static cudaError_t run_bf16_group(const Group<RealProduct> &group, unsigned blocks, cudaStream_t stream) {
+    constexpr size_t BYTES = std::max(HalfTile<S, true, false>::BYTES, HalfTile<S, false, false>::BYTES);
+    const cudaError_t error = allow_shared<bf16_group<S>>(BYTES);
+    return error == cudaSuccess ? LAUNCH(bf16_group<S>, blocks, S::THREADS, BYTES, stream, group) : error;
+}
+}
+
+cudaError_t any_products(const AnyProduct *p, int count, cudaStream_t stream, bool *row_sums_added) {
+    Size size;
+    if (!best_group(&size, p, count)) {
+        Launches launches;
+        for (int i = 0; i < count; i++) launches << any_product(p[i], stream, row_sums_added + i);
+        return launches.error;
+    }
+    for (int i = 0; i < count; i++) row_sums_added[i] = p[i].row_sums;
+    if (has_bf16(p[0]))
+        return launch_group<RealProduct>(size, p, count, Precision::bf16, as_real, [&](const auto &group, unsigned blocks) {
+            return size == Size::medium ? run_bf16_group<Bf16Shape<Size::medium>::S>(group, blocks, stream)
+                                        : run_bf16_group<Bf16Shape<Size::small>::S>(group, blocks, stream);
+        });
+    const Precision precision = pyops_precision_now();
+    return launch_group<Product>(size, p, count, precision, as_float_product, [&](const auto &group, unsigned blocks) {
+        return precision == Precision::fp32 ? run_group_of<Precision::fp32>(size, group, blocks, stream)
+            : precision == Precision::tf32  ? run_group_of<Precision::tf32>(size, group, blocks, stream)
+                                            : run_group_of<Precision::bf16>(size, group, blocks, stream);
+    });
+}
+
 extern "C" pyops_status pyops_gemm(pyops_real *c, const pyops_real *a, const pyops_real *b, const float *bias, int64_t M,
                                    int64_t N, int64_t K, int64_t ldc, int64_t a_row, int64_t a_col, int64_t b_row,
                                    int64_t b_col, int32_t accumulate, int32_t relu, void *stream) {
     const pyops_status status = check_gemm("gemm", M, N, K, ldc);
     if (status) return status;
-    if (!M || !N) return PYOPS_OK;
-    if (is_bf16(c) || is_bf16(a) || is_bf16(b)) {
-        float *const to_float = is_bf16(c) ? nullptr : elements<float>(c);
-        bf16 *const to_bf16 = is_bf16(c) ? elements<bf16>(c) : nullptr;
-        const RealProduct g = {
-            to_float, to_bf16, operand(a, M, a_row, a_col), operand(b, N, b_col, b_row), bias, M, N, K, ldc, accumulate, relu};
-        return pyops_launched("gemm", real_product(g, stream_of(stream)), stream);
-    }
-    const Precision precision = pyops_precision_now();
-    const Product g = {elements<float>(c),
-                       elements<float>(a),
-                       elements<float>(b),
-                       bias,
-                       M,
-                       N,
-                       K,
-                       ldc,
-                       a_row,
-                       a_col,
-                       b_row,
-                       b_col,
-                       accumulate,
-                       relu};
-    Batch one = {};
-    one.products = 1;
-    const cudaError_t error = worth_converting(M, N, K, precision)
-        ? launch_converted(g, precision, stream_of(stream))
-        : launch_products(g, one, best_splits(M, N, K, precision), precision, stream_of(stream));
-    return pyops_launched("gemm", error, stream);
+    bool row_sums_added;
+    const AnyProduct p = {c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu};
+    return pyops_launched("gemm", any_product(p, stream_of(stream), &row_sums_added), stream);
+}
+
+extern "C" pyops_status pyops_linear_backward(pyops_real *dx, float *dweight, float *dbias, const pyops_real *dy,
+                                              const pyops_real *x, const pyops_real *weight, int64_t R, int64_t O, int64_t I,
+                                              int32_t relu, int32_t accumulate, void *stream) {
+    pyops_status status = check_linear(dx, R, O, I, relu, accumulate);
+    if (status) return status;
+    PYOPS_REQUIRE(!dx || is_bf16(dx) == is_bf16(x), "linear_backward: dx and x have different types, expected one type");
+    AnyProduct p[2] = {{real(dweight), dy, x, nullptr, O, I, R, I, 1, O, I, 1, 1, 0},
+                       {dx, dy, weight, nullptr, R, I, O, I, O, 1, I, 1, accumulate, 0}};
+    p[0].row_sums = dbias, p[1].gate = relu ? x : nullptr;
+    bool row_sums_added[2];
+    status = pyops_launched("linear_backward", any_products(p, dx ? 2 : 1, stream_of(stream), row_sums_added), stream);
+    return status || !dbias || row_sums_added[0] ? status : pyops_column_sums(dbias, dy, R, O, stream);
 }
 
 extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape,

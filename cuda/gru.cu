@@ -115,14 +115,16 @@ static pyops_status backward_by_steps(const Backward &b, float *du, bool before,
 }
 
 // ---- kernels after the steps -------------------------------------------------------------------------------------------
-static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const float *dgates, int64_t rows, int64_t H,
-                                          bool before) {
-    const int64_t column = blockIdx.x * int64_t(COLUMNS) + threadIdx.x, columns = before ? 3 * H : 4 * H;
+// The biases of the input (3H), of r and z (2H), and of n (H), whose gradient is the sum of H columns from `n` on.  NULL: not
+// wanted.
+static __global__ void add_bias_gradients(float *db_ih, float *db_rz, float *db_n, const float *dgates, int64_t rows, int64_t H,
+                                          int64_t n) {
+    const int64_t column = blockIdx.x * int64_t(COLUMNS) + threadIdx.x, columns = n + H;
     const float sum = column_sum(dgates, rows, 4 * H, column, columns);
     if (threadIdx.y || column >= columns) return;
     if (db_ih && column < 3 * H) db_ih[column] += sum;
-    if (before || column < 2 * H) db_hh[column] += sum;
-    else if (column >= 3 * H) db_hh[column - H] += sum;
+    if (db_rz && column < 2 * H) db_rz[column] += sum;
+    if (db_n && column >= n) db_n[column - n] += sum;
 }
 
 // Write zeros after the end of each sequence.  The steps there were computed like all others; no other row depends on them.
@@ -213,22 +215,36 @@ extern "C" pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, 
 
     // Sums over all steps.  The gradient of the n part of w_hh is du x h[t-1] with the reset gate after the product, and dn x
     // u with it before.  Without an h0 the first step adds nothing to dw_hh, and h contains the h[t-1] of the other steps.
-    const auto add_weight_gradient = [&](float *dw, const float *d, int64_t M, const float *input, int64_t N, int64_t ld,
-                                         int64_t rows) {
-        if (!status && rows) status = pyops_gemm(dw, d, input, nullptr, M, N, rows, N, 1, 4 * H, ld, 1, 1, 0, stream);
-    };
     const int64_t skipped = copies_h ? 0 : B, rows = R - skipped;
     const float *const d = dgates + skipped * 4 * H, *const h_before = copies_h ? states : h;
-    if (!status && I && dx && R) status = pyops_gemm(dx, dgates, w_ih, nullptr, R, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0, stream);
-    if (I) add_weight_gradient(dw_ih, dgates, 3 * H, x, I, I, R);
-    add_weight_gradient(dw_hh, d, 2 * H, h_before, H, H, rows);
-    if (reset_before) add_weight_gradient(dw_hh + 2 * H * H, dgates + 2 * H, H, gates + 3 * H, H, 4 * H, R);
-    else add_weight_gradient(dw_hh + 2 * H * H, d + 3 * H, H, h_before, H, H, rows);
+    AnyProduct products[MOST_GROUPED];
+    float **bias[MOST_GROUPED] = {};                    // whose gradient the product also computes
+    int count = 0;
+    float *db_rz = db_hh, *db_n = db_hh + 2 * H;
+    const auto add_weight_gradient = [&](float *dw, float **db, const float *d, int64_t M, const float *input, int64_t N,
+                                         int64_t ld, int64_t rows) {
+        if (!rows) return;
+        products[count] = {real(dw), real(d), real(input), nullptr, M, N, rows, N, 1, 4 * H, ld, 1, 1, 0};
+        if (!skipped) products[count].row_sums = *db, bias[count] = db;         // the biases need all rows
+        count++;
+    };
     if (status || R == 0) return status;
-    const cudaError_t error = LAUNCH(add_bias_gradients, unsigned(blocks_for<int64_t>(4 * H, COLUMNS)),
-                                     dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream), db_ih, db_hh, dgates, R, H,
-                                     reset_before != 0);
-    return pyops_launched("gru_backward", error, stream);
+    if (I && dx) products[count++] = {real(dx), real(dgates), real(w_ih), nullptr, R, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0};
+    if (I) add_weight_gradient(dw_ih, &db_ih, dgates, 3 * H, x, I, I, R);
+    add_weight_gradient(dw_hh, &db_rz, d, 2 * H, h_before, H, H, rows);
+    float *const dw_n = dw_hh + 2 * H * H;
+    if (reset_before) add_weight_gradient(dw_n, &db_n, dgates + 2 * H, H, gates + 3 * H, H, 4 * H, R);
+    else add_weight_gradient(dw_n, &db_n, d + 3 * H, H, h_before, H, H, rows);
+    bool added[MOST_GROUPED];
+    Launches launches;
+    launches << any_products(products, count, stream_of(stream), added);
+    for (int i = 0; i < count; i++)
+        if (bias[i] && added[i]) *bias[i] = nullptr;
+    const int64_t n = (reset_before ? 2 : 3) * H;
+    if (db_ih || db_rz || db_n)
+        launches << LAUNCH(add_bias_gradients, unsigned(blocks_for<int64_t>(n + H, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
+                           stream_of(stream), db_ih, db_rz, db_n, dgates, R, H, n);
+    return pyops_launched("gru_backward", launches.error, stream);
 }
 
 // ---- one step; the caller computes the products ------------------------------------------------------------------------

@@ -14,26 +14,29 @@
 // memory have the 128-byte swizzle of bulk copies and wgmma.
 //
 // A bfloat16 operand that is stored transposed, with its rows along M or N, is copied as it is: as blocks of 64 k's x 64 rows,
-// which wgmma reads transposed.  If there are few tiles, several blocks share one, each with a part of K (split-K).
+// which wgmma reads transposed.  If there are few tiles, several blocks share one, each with a part of K (split-K): a warpgroup
+// writes its sums to memory, and the last one to finish adds the parts, in order.
 #include "hopper.cuh"
 #include "product.cuh"
+#include "tickets.cuh"
 
 namespace {
 static constexpr int TM = 128, ROW = 128, CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1), WARPS_READING = 4 * CONSUMERS;
 
 template <int TN> struct Ring {
     static constexpr int A_BYTES = TM * ROW, B_BYTES = TN * ROW, SLOT = A_BYTES + B_BYTES, SLOTS = TN == 256 ? 4 : 6;
-    static constexpr int BYTES = SLOTS * SLOT + 2 * SLOTS * int(sizeof(uint64_t));
+    // panels, barriers, and a word for each consumer
+    static constexpr int BYTES = SLOTS * SLOT + 2 * SLOTS * int(sizeof(uint64_t)) + CONSUMERS * int(sizeof(int));
 };
 
 // The settings of a kernel: types, columns of a tile, and whether the operands are stored along K.
 template <class Element_, class Out_, int TN_, bool A_K_, bool B_K_> struct Setup {
     using Element = Element_;
     using Out = Out_;
-    static constexpr int TN = TN_, TK = ROW / int(sizeof(Element));     // TK: k's in a slot
+    static constexpr int TN = TN_, TK = ROW / int(sizeof(Element)); // TK: k's in a slot
     static constexpr bool A_K = A_K_, B_K = B_K_;
 };
-static constexpr int BLOCK = 64, BLOCK_BYTES = BLOCK * ROW;             // of a transposed operand: 64 k's x 64 rows
+static constexpr int BLOCK = 64, BLOCK_BYTES = BLOCK * ROW; // of a transposed operand: 64 k's x 64 rows
 
 // 64 x TN sums += 32 bytes of k's: 16 elements in bfloat16, 8 in TF32.
 template <class S> DEVICE void multiply(float (&sum)[S::TN / 2], uint64_t a, uint64_t b, bool accumulate) {
@@ -63,22 +66,46 @@ DEVICE void write_two(bf16 *c, float first, float second) { *reinterpret_cast<un
 // contiguous bytes of floats per row.
 template <int TN, class Out>
 DEVICE void write_sums(Out *to, const int32_t *scatter, int64_t ldc, int64_t M, int64_t N, const float *all_bias,
-                       bool accumulate, bool relu, const float (&sum)[TN / 2], int64_t row, int64_t column) {
+                       bool accumulate, bool relu, const Out *all_gates, const float (&sum)[TN / 2], int64_t row,
+                       int64_t column) {
     const bool pairs = ldc % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0;
 #pragma unroll
     for (int i = 0; i < TN / 2; i += 2) {
         const int64_t m = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
         if (m >= M || n >= N) continue;
-        Out *c = to + (scatter ? scatter[m] : m) * ldc + n;
+        const int64_t at = (scatter ? scatter[m] : m) * ldc + n;
+        Out *const c = to + at;
         const float *bias = all_bias ? all_bias + n : nullptr;
-        const float first = finished(sum[i], c, bias, accumulate, relu);
+        const Out *gate = all_gates ? all_gates + at : nullptr;
+        const float first = finished(sum[i], c, bias, accumulate, relu, gate);
         if (n + 1 == N) {
             *c = as<Out>(first);
             continue;
         }
-        const float second = finished(sum[i + 1], c + 1, bias ? bias + 1 : nullptr, accumulate, relu);
+        const float second = finished(sum[i + 1], c + 1, bias ? bias + 1 : nullptr, accumulate, relu,
+                                      gate ? gate + 1 : nullptr);
         if (pairs) write_two(c, first, second);
         else c[0] = as<Out>(first), c[1] = as<Out>(second);
+    }
+}
+
+// The sums of all parts of K, in order, in the layout of write_sums.
+template <int TN>
+DEVICE void read_sums(float (&sum)[TN / 2], const float *parts, int64_t splits, int64_t all_rows, int64_t M, int64_t N,
+                      int64_t row, int64_t column) {
+    const bool pairs = N % 2 == 0;
+    for (int64_t split = 0; split < splits; split++, parts += all_rows * N) {
+#pragma unroll
+        for (int i = 0; i < TN / 2; i += 2) {
+            const int64_t m = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
+            if (m >= M || n >= N) continue;
+            const float *const from = parts + m * N + n;
+            float2 two = make_float2(0.0f, 0.0f);
+            if (pairs) two = *reinterpret_cast<const float2 *>(from);
+            else two.x = from[0], two.y = n + 1 < N ? from[1] : 0.0f;
+            sum[i] = split ? sum[i] + two.x : two.x;
+            sum[i + 1] = split ? sum[i + 1] + two.y : two.y;
+        }
     }
 }
 
@@ -87,8 +114,9 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                  RowProduct<typename S::Element, typename S::Out> g) {
     constexpr int TN = S::TN, TK = S::TK;
     using R = Ring<TN>;
-    DYN_SHARED(char, shared);                                   // aligned to 1024 bytes for the swizzle
+    DYN_SHARED(char, shared); // aligned to 1024 bytes for the swizzle
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::SLOTS * R::SLOT), *empty = full + R::SLOTS;
+    int *const is_last = reinterpret_cast<int *>(empty + R::SLOTS);
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < R::SLOTS; slot++) mbar_init(full + slot, 1), mbar_init(empty + slot, WARPS_READING);
         mbar_fence_init();
@@ -107,7 +135,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
             const TileIndex at = tile_index<16>(task % tiles, tiles_m, tiles_n);
             const int from = static_cast<int>(task / tiles) * steps_a_part, to = min(from + steps_a_part, all_steps);
             for (int step = from; step < to; step++, turn.next()) {
-                mbar_wait(empty + turn.slot, turn.round ^ 1);           // in the first round every slot is empty
+                mbar_wait(empty + turn.slot, turn.round ^ 1); // in the first round every slot is empty
                 mbar_expect(full + turn.slot, R::SLOT);
                 char *slot = shared + turn.slot * R::SLOT;
                 load_panel<S::A_K, TM>(slot, &a_map, step * TK, static_cast<int>(at.m * TM), full + turn.slot);
@@ -121,7 +149,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
             const int64_t split = task / tiles;
             const int from = static_cast<int>(split) * steps_a_part, to = min(from + steps_a_part, all_steps);
             float sum[TN / 2];
-            int before = -1;                                    // the slot whose products may still be in flight
+            int before = -1; // the slot whose products may still be in flight
             for (int step = from; step < to; step++, turn.next()) {
                 mbar_wait(full + turn.slot, turn.round);
                 const char *slot = shared + turn.slot * R::SLOT;
@@ -131,20 +159,28 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                 for (int k = 0; k < ROW / 32; k++)
                     multiply<S>(sum, a + NEXT<S::A_K> * k, b + NEXT<S::B_K> * k, step > from || k > 0);
                 wg_commit();
-                wg_wait<1>();                                   // the products of the previous slot have finished
+                wg_wait<1>(); // the products of the previous slot have finished
                 if (before >= 0 && lane == 0) mbar_arrive(empty + before);
                 before = turn.slot;
             }
             wg_wait<0>();
             if (lane == 0 && before >= 0) mbar_arrive(empty + before);
-            if (before < 0)                                     // no summands
+            if (before < 0) // no summands
 #pragma unroll
                 for (int i = 0; i < TN / 2; i++) sum[i] = 0.0f;
             const TileIndex at = tile_index<16>(task % tiles, tiles_m, tiles_n);
             const int64_t row = at.m * TM + group * 64 + warp * 16 + lane / 4, column = at.n * TN + lane % 4 * 2;
-            if (g.parts)
-                write_sums<TN>(g.parts + split * g.M * g.N, nullptr, g.N, M, g.N, nullptr, false, false, sum, row, column);
-            else write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, g.bias, g.accumulate, g.relu, sum, row, column);
+            if (g.parts) {
+                write_sums<TN, float>(g.parts + split * g.M * g.N, nullptr, g.N, M, g.N, nullptr, false, false, nullptr, sum,
+                                      row, column);
+                named_bar(1 + group, 128);
+                if (threadIdx.x % 128 == 0)
+                    is_last[group] = arrives_last(g.tickets + 2 * (task % tiles) + group, static_cast<unsigned>(g.splits));
+                named_bar(1 + group, 128);
+                if (!is_last[group]) continue;
+                read_sums<TN>(sum, g.parts, g.splits, g.M, M, g.N, row, column);
+            }
+            write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, g.bias, g.accumulate, g.relu, g.gate, sum, row, column);
         }
     }
 }

@@ -9,13 +9,15 @@
 //
 // In backward a lane has the same columns in every row of its team, and accumulates their part of dweight and dbias in
 // registers too.  So blocks are persistent, as many as fit on the device; each adds the sums of its teams in order and writes
-// them to `work`, and a second kernel adds the sums of the blocks in order.
+// them to `work`.  Blocks form groups of about the square root of their number: the last block of a group to finish adds the
+// sums of the group, the last of all groups adds those of the groups, both in order.
 // Rows too long for registers are read again in each pass, and their sums over rows are accumulated in `work`.
 #include <algorithm>
+#include <cmath>
 #include "block.cuh"
-#include "columns.cuh"
-#include "philox.cuh"
+#include "dropout.cuh"
 #include "real.cuh"
+#include "tickets.cuh"
 
 namespace {
 static constexpr int THREADS = 256, WARPS = THREADS / 32;
@@ -100,39 +102,6 @@ template <class T, int LANES_, int WIDTH_, int PACKS_> struct Share {
 template <int LANES> DEVICE int64_t first_row() { return (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES; }
 template <int LANES> DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) * (THREADS / LANES); }
 
-// ---- dropout of a residual connection -------------------------------------------------------------------------------
-struct Dropout {
-    const int64_t *step;                // NULL: nothing is dropped
-    uint64_t key;
-    uint32_t threshold;
-    float scale;
-
-    // base + dropout(x), both of them packs at element i of their arrays.
-    template <int WIDTH>
-    __device__ __forceinline__ Pack<float, WIDTH> add(Pack<float, WIDTH> base, const Pack<float, WIDTH> &x, int64_t i) const {
-        if (!step) {
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++) base.at[k] += x.at[k];
-            return base;
-        }
-        if constexpr (WIDTH > 1) {
-#pragma unroll
-            for (int four = 0; four < WIDTH; four += 4) {
-                const Words random = philox((i + four) / 4, step[0], key);
-#pragma unroll
-                for (int k = 0; k < 4; k++) base.at[four + k] += dropped(x.at[four + k], random.word[k], threshold, scale);
-            }
-        } else {
-            const Words random = philox(i / 4, step[0], key);
-            const int which = i % 4;            // no variable index: that would put the words into local memory
-            const uint32_t low = which & 1 ? random.word[1] : random.word[0],
-                           high = which & 1 ? random.word[3] : random.word[2];
-            base.at[0] += dropped(x.at[0], which & 2 ? high : low, threshold, scale);
-        }
-        return base;
-    }
-};
-
 // ---- forward ----------------------------------------------------------------------------------------------------
 // RESIDUAL: normalise sum = x + dropout(branch) instead of x, and store it.
 template <class S, bool RESIDUAL>
@@ -201,17 +170,40 @@ template <class S> static constexpr int RESIDENT = S::HELD == 0 ? (S::WIDTH > 4 
     : S::HELD <= 8                                              ? 3
                                                                 : 2;
 
-// sums: per block, its contribution to dweight (C) and to dbias (C).   RESIDUAL: also dbranch = dropout(dx).
+// The sums of a launch over its rows.
+struct RowSums {
+    float *dweight, *dbias;
+    float *of_block;                    // (blocks, 2, C): the contribution of each block to dweight and to dbias
+    int64_t group;                      // blocks in a group; the last one may have fewer
+    unsigned *tickets;                  // of the launch, then of each group
+
+    // Add the sums of all blocks to dweight and dbias, in order.  Call after the block has written its own.
+    __device__ __forceinline__ void finish(int64_t C) const {
+        const int64_t first = blockIdx.x / group * group, end = first + group < gridDim.x ? first + group : gridDim.x;
+        if (!block_arrives_last(tickets + 1 + blockIdx.x / group, end - first)) return;
+        float *const of_group = of_block + first * 2 * C;
+        for (int64_t c = threadIdx.x; c < 2 * C; c += THREADS) of_group[c] = sum_of_parts(of_group + c, end - first, 2 * C);
+        const int64_t groups = blocks_for<int64_t>(gridDim.x, group);
+        if (!block_arrives_last(tickets, groups)) return;
+        for (int64_t c = threadIdx.x; c < 2 * C; c += THREADS) {
+            const float sum = sum_of_parts(of_block + c, groups, group * 2 * C);
+            if (c < C) dweight[c] += sum;
+            else dbias[c - C] += sum;
+        }
+    }
+};
+
+// RESIDUAL: also dbranch = dropout(dx).
 template <class S, bool RESIDUAL>
 static __global__ void __launch_bounds__(THREADS, RESIDENT<S>)
-    backward(typename S::Element *dx, typename S::Element *dbranch, float *sums, const typename S::Element *dy,
+    backward(typename S::Element *dx, typename S::Element *dbranch, RowSums over_rows, const typename S::Element *dy,
              const typename S::Element *x, Dropout dropout, const float *weight, const float *mean, const float *rstd,
              int64_t R, int64_t C, bool accumulate, bool whole) {
     using Neighbours = typename S::Neighbours;
     constexpr int WIDTH = S::WIDTH;
     const float share = 1.0f / static_cast<float>(C);
     Neighbours dweight[S::SLOTS] = {}, dbias[S::SLOTS] = {};
-    sums += blockIdx.x * 2 * C;
+    float *const sums = over_rows.of_block + blockIdx.x * 2 * C;
     if constexpr (S::PACKS == 0)
         S::each(C, [&](int, int64_t c) {
             store<WIDTH>(sums + c, Neighbours{}, whole);
@@ -276,14 +268,7 @@ static __global__ void __launch_bounds__(THREADS, RESIDENT<S>)
         add_warps(sums, dweight);
         add_warps(sums + C, dbias);
     }
-}
-
-static __global__ void add_sums(float *dweight, float *dbias, const float *sums, int64_t blocks, int64_t C) {
-    const int64_t column = blockIdx.x * int64_t(COLUMNS) + threadIdx.x;
-    const float sum = column_sum(sums, blocks, 2 * C, column, 2 * C);
-    if (threadIdx.y || column >= 2 * C) return;
-    if (column < C) dweight[column] += sum;
-    else dbias[column - C] += sum;
+    over_rows.finish(C);
 }
 
 // ---- the functions of the ABI -----------------------------------------------------------------------------------------
@@ -332,21 +317,18 @@ static pyops_status launch_backward(const char *who, T *dx, T *dbranch, float *d
                                     int64_t R, int64_t C, bool accumulate, void *stream) {
     if (R == 0) return PYOPS_OK;
     const bool whole = aligned(dx) && aligned(dbranch) && aligned(dy) && aligned(x) && aligned(weight) && aligned(work);
-    int64_t blocks = 0;
-    Launches launches;
-    launches << with_share<T, 4>(C, [&](auto share) {
+    unsigned *const tickets = pyops_tickets();
+    if (!tickets) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for counters", who);
+    const cudaError_t error = with_share<T, 4>(C, [&](auto share) {
         using S = decltype(share);
-        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(pyops_multiprocessors()) * RESIDENT<S>);
-        return LAUNCH((backward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), dx, dbranch, work,
-                      dy, x, dropout, weight, mean, rstd, R, C, accumulate, whole);
+        const int64_t most = int64_t(pyops_multiprocessors()) * RESIDENT<S>;
+        const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), most);
+        const int64_t group = std::max<int64_t>(1, std::lround(std::sqrt(static_cast<double>(blocks))));
+        const RowSums over_rows = {dweight, dbias, work, group, tickets};
+        return LAUNCH((backward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), dx, dbranch,
+                      over_rows, dy, x, dropout, weight, mean, rstd, R, C, accumulate, whole);
     });
-    launches << LAUNCH(add_sums, static_cast<unsigned>(blocks_for<int64_t>(2 * C, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
-                       stream_of(stream), dweight, dbias, work, blocks, C);
-    return pyops_launched(who, launches.error, stream);
-}
-
-static Dropout dropout_of(const int64_t *step, float p, uint64_t key) {
-    return {p > 0.0f ? step : nullptr, key, dropout_threshold(p), 1.0f / (1.0f - p)};
+    return pyops_launched(who, error, stream);
 }
 }
 
@@ -378,7 +360,7 @@ extern "C" pyops_status pyops_residual_norm_forward(pyops_real *y, pyops_real *s
     return with_type("residual_norm_forward", launch, y, sum, x, branch);
 }
 
-// Per block, its contribution to dweight (C) and to dbias (C); there are at most as many blocks as rows.
+// RowSums::of_block; there are at most as many blocks as rows.
 extern "C" int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C) {
     return std::min(R, int64_t(pyops_multiprocessors()) * MOST_RESIDENT) * 2 * C;
 }
@@ -400,7 +382,8 @@ extern "C" pyops_status pyops_layer_norm_backward(pyops_real *dx, float *dweight
 extern "C" pyops_status pyops_residual_norm_backward(pyops_real *dx, pyops_real *dbranch, float *dweight, float *dbias,
                                                      const pyops_real *dy, const pyops_real *sum, const int64_t *step,
                                                      const float *weight, const float *mean, const float *rstd, float *work,
-                                                     int64_t R, int64_t C, float p, uint64_t key, void *stream) {
+                                                     int64_t R, int64_t C, float p, uint64_t key, int32_t accumulate,
+                                                     void *stream) {
     const pyops_status status = check_residual_norm_backward(dbranch, step, R, C, p);
     if (status) return status;
     const Dropout dropout = dropout_of(step, p, key);
@@ -408,7 +391,7 @@ extern "C" pyops_status pyops_residual_norm_backward(pyops_real *dx, pyops_real 
         using T = decltype(type);
         const auto run = dbranch ? launch_backward<T, true> : launch_backward<T, false>;
         return run("residual_norm_backward", elements<T>(dx), elements<T>(dbranch), dweight, dbias, elements<T>(dy),
-                   elements<T>(sum), dropout, weight, mean, rstd, work, R, C, false, stream);
+                   elements<T>(sum), dropout, weight, mean, rstd, work, R, C, accumulate != 0, stream);
     };
     return with_type("residual_norm_backward", launch, dx, dbranch, dy, sum);
 }

@@ -5,10 +5,10 @@
 //
 //   gather      x_valid = the valid rows of x, compacted, in order; zeros the masked rows of dx
 //   logits      tiles of x_valid weight' + bias; per row and tile: maximum, sum of exponentials, sum of logit - maximum
-//   row_losses  per row, from these: maximum, sum of exponentials, loss
-//   mean_loss   mean of the losses, summed in order
-//   dx          tiles of dlogits weight; if there are few tiles, each is split into parts of the vocabulary
-//   add_parts   sums the parts, in order, and scatters the rows to dx
+//   row_losses  per row, from these: maximum, sum of exponentials, loss; the last block to finish computes the mean of the
+//               losses, summed in order
+//   dx          tiles of dlogits weight, whose rows are scattered; if there are few tiles, each is split into parts of the
+//               vocabulary, and the last of their blocks to finish sums the parts, in order
 //   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias
 //
 //                   V, in tiles of 128               dlogits[p,v] = scale * (exp(logits[p,v] - max[p]) / sum[p] - target[p,v])
@@ -24,10 +24,12 @@
 // If x is bfloat16, the three products are gemm.cu's, with the number of valid rows as their limit.  Between them one
 // kernel per row, `softmax_row`, computes the loss and replaces the logits by their gradient, rounded to bfloat16, which takes
 // half of the memory of the logits.  It is the operand of the other two products, and dbias is the sum of its rows.
+#include <algorithm>
 #include "columns.cuh"
 #include "compact.cuh"
 #include "log_sum_exp.cuh"
 #include "product.cuh"
+#include "tickets.cuh"
 #include "tile.cuh"
 
 static constexpr int64_t LOGITS = int64_t(1) << 30;
@@ -79,6 +81,7 @@ struct Call {                                           // arguments of all kern
     int64_t R, D, V, ldx, ldv, tiles;                   // tiles: number of tiles along the vocabulary
     int64_t first, chunk;                               // the current chunk: rows first <= p < first + chunk
     int64_t splits, part;                               // dx: number of parts of the vocabulary, and words per part
+    unsigned *tickets;                                  // one for each tile of dx
     float smoothing;
     bool weight16;                                      // weight can be copied 16 bytes at a time
 
@@ -126,10 +129,9 @@ static __global__ void __launch_bounds__(THREADS) gather(Call c, XRows<T> a, Fau
     }
 }
 
-// One warp per row of the chunk.
-static __global__ void __launch_bounds__(THREADS) row_losses(Call c) {
-    const int64_t m = blockIdx.x * int64_t(THREADS / 32) + threadIdx.x / 32, p = c.first + m;
-    if (m >= c.rows()) return;
+// The loss of row m of the chunk, by a warp.
+DEVICE void row_loss(const Call &c, int64_t m) {
+    const int64_t p = c.first + m;
     const int lane = threadIdx.x & 31;
     const Piece *const pieces = c.pieces + m * c.tiles;
     LogSumExp exps;
@@ -149,14 +151,25 @@ static __global__ void __launch_bounds__(THREADS) row_losses(Call c) {
     if (c.smoothing > 0.0f) c.losses[p] -= c.smoothing * (below / static_cast<float>(c.V));
 }
 
-static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, Call c) {
-    SHARED(double, sums, [SUM_THREADS / 32]);
+// By a block of N threads.
+template <int N> DEVICE void write_mean_loss(float *loss, const Call &c) {
+    SHARED(double, sums, [N / 32]);
     const int n = c.valid[0];
     double sum = 0.0;
-    for (int p = threadIdx.x; p < n; p += SUM_THREADS) sum += c.losses[p];
+#pragma unroll 4
+    for (int p = threadIdx.x; p < n; p += N) sum += c.losses[p];
     sum = block_sum(sum, sums);
     if (threadIdx.x == 0) loss[0] = n ? static_cast<float>(sum / n) : 0.0f;
 }
+
+// loss: NULL, or in the last chunk the mean.
+static __global__ void __launch_bounds__(THREADS) row_losses(float *loss, Call c) {
+    const int64_t m = blockIdx.x * int64_t(THREADS / 32) + threadIdx.x / 32;
+    if (m < c.rows()) row_loss(c, m);
+    if (loss && block_arrives_last(c.tickets, gridDim.x)) write_mean_loss<THREADS>(loss, c);
+}
+
+static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, Call c) { write_mean_loss<SUM_THREADS>(loss, c); }
 
 // ---- logits ------------------------------------------------------------------------------------------------------
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Logits::THREADS, 2) logits(Call c, int64_t tiles_m) {
@@ -249,17 +262,12 @@ template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradi
         float *const to = c.splits > 1 ? c.parts + (split * c.chunk + m0 + m) * c.D : c.dx + c.position[c.first + m0 + m] * c.D;
         to[d0 + n] = sum;
     });
-}
-
-// One block per THREADS columns of a row.
-static __global__ void __launch_bounds__(THREADS) add_parts(Call c, unsigned blocks_a_row) {
-    const int64_t m = blockIdx.x / blocks_a_row, d = blockIdx.x % blocks_a_row * int64_t(THREADS) + threadIdx.x;
-    if (m >= c.rows() || d >= c.D) return;
-    const float *part = c.parts + m * c.D + d;
-    float sum = part[0];
-#pragma unroll 4
-    for (int64_t split = 1; split < c.splits; split++) sum += part[split * c.chunk * c.D];
-    c.dx[c.position[c.first + m] * c.D + d] = sum;
+    if (c.splits == 1 || !block_arrives_last(c.tickets + tile, c.splits)) return;
+    T::each(shared, [&](int m, int n, float) {
+        if (m0 + m >= rows || d0 + n >= c.D) return;
+        const float *const part = c.parts + (m0 + m) * c.D + d0 + n;
+        c.dx[c.position[c.first + m0 + m] * c.D + d0 + n] = sum_of_parts(part, c.splits, c.chunk * c.D);
+    });
 }
 
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
@@ -336,7 +344,6 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
     using TileDweight = Tile<typename Shapes<P>::Gradients, P, DLogits<P, false>, Stored<false>>;
     const auto grid = [](int64_t blocks) { return static_cast<unsigned>(blocks); };
     const int64_t tiles_m = blocks_for(c.chunk, TILE), tiles_d = blocks_for(c.D, TILE);
-    const unsigned blocks_a_row = grid(blocks_for<int64_t>(c.D, THREADS));
     Launches launches;
     launches << allow_shared<logits<P>>(TileLogits::BYTES) << allow_shared<dx<P>>(TileDx::BYTES)
              << allow_shared<dweight<P>>(TileDweight::BYTES);
@@ -344,21 +351,19 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
     launches << LAUNCH(gather<float>, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, rows,
                        pyops_faults(), ignore);
     do {
-        if (c.R) {
+        if (c.R)
             launches << LAUNCH(logits<P>, grid(tiles_m * c.tiles), TileLogits::THREADS, TileLogits::BYTES, stream, c, tiles_m);
-            launches << LAUNCH(row_losses, grid(blocks_for<int64_t>(c.chunk, THREADS / 32)), THREADS, 0, stream, c);
-        }
+        launches << LAUNCH(row_losses, grid(std::max<int64_t>(1, blocks_for<int64_t>(c.chunk, THREADS / 32))), THREADS, 0,
+                           stream, c.first + c.chunk < c.R ? nullptr : loss, c);
         if (c.R && c.dx) {
             launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream, c, tiles_m,
                                tiles_d);
-            if (c.splits > 1) launches << LAUNCH(add_parts, grid(c.chunk * blocks_a_row), THREADS, 0, stream, c, blocks_a_row);
         }
         if (c.dx)
             launches << LAUNCH(dweight<P>, grid(c.tiles * tiles_d), TileDweight::THREADS, TileDweight::BYTES, stream, c,
                                tiles_d);
         c.first += c.chunk;
     } while (c.first < c.R);
-    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream, loss, c);
     return launches.error;
 }
 
@@ -474,7 +479,8 @@ extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, 
     if (status) return status;
     PYOPS_REQUIRE(is_bf16(x) || !is_bf16(weight), "%s: weight is bfloat16 and x float32, expected one type", who);
     Call c = {};
-    c.dweight = dweight, c.dbias = dbias, c.dloss = dloss, c.valid = valid;
+    c.dweight = dweight, c.dbias = dbias, c.dloss = dloss, c.valid = valid, c.tickets = pyops_tickets();
+    if (!c.tickets) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for counters", who);
     c.weight = elements<float>(weight), c.bias = bias, c.labels = labels, c.smoothing = smoothing;
     c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
     work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));

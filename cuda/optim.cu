@@ -7,6 +7,7 @@
 #include "block.cuh"
 #include "flat.cuh"
 #include "index.cuh"
+#include "tickets.cuh"
 
 namespace {
 // Whether the gradient is dense, or the block of element i was added to.
@@ -44,17 +45,18 @@ extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_
 
 // ---- the norm ----------------------------------------------------------------------------------------
 namespace {
-// Two launches: a block sums the squares of a chunk, then one block adds the sums of the chunks.  All sums are in double,
-// since float32 would lose small gradients among ten million.  Their order depends only on the number of elements.
+// A block sums the squares of a chunk, and the last block to finish adds the sums of the chunks.  All sums are in double, since
+// float32 would lose small gradients among ten million.  Their order depends only on the number of elements.
 static constexpr int NORM_THREADS = 256, CHUNK = 8192;
 }
 extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64_t>(n, CHUNK) + 1; }
 
 namespace {
-// sums[chunk] = sum of the squares of a chunk; a thread has four loads in flight.
+// sums[chunk] = sum of the squares of a chunk, one per block; a thread has four loads in flight.
 static_assert(CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 static __global__ void __launch_bounds__(NORM_THREADS)
-    squares(double *sums, const float *grad, const int32_t *touched, int64_t n, bool whole) {
+    root_of_squares(float *norm, double *sums, unsigned *ticket, const float *grad, const int32_t *touched, int64_t n,
+                    bool whole) {
     SHARED(double, of_warps, [NORM_THREADS / 32]);
     const float *x = grad + blockIdx.x * int64_t(CHUNK);
     const int32_t *const here = touched ? touched + blockIdx.x * int64_t(CHUNK / PYOPS_GRAD_BLOCK) : nullptr;
@@ -75,13 +77,10 @@ static __global__ void __launch_bounds__(NORM_THREADS)
     }
     sum = block_sum(sum, of_warps);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
-}
-
-static __global__ void __launch_bounds__(NORM_THREADS) root_of_sum(float *norm, const double *sums, int64_t chunks) {
-    SHARED(double, of_warps, [NORM_THREADS / 32]);
-    double sum = 0.0;
+    if (!block_arrives_last(ticket, gridDim.x)) return;
+    sum = 0.0;
 #pragma unroll 4
-    for (int64_t i = threadIdx.x; i < chunks; i += NORM_THREADS) sum += sums[i];
+    for (int64_t i = threadIdx.x; i < gridDim.x; i += NORM_THREADS) sum += sums[i];
     sum = block_sum(sum, of_warps);
     if (threadIdx.x == 0) norm[0] = static_cast<float>(sqrt(sum));
 }
@@ -90,13 +89,14 @@ static __global__ void __launch_bounds__(NORM_THREADS) root_of_sum(float *norm, 
 extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touched, float *work, int64_t n,
                                         void *stream) {
     PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld, expected at least 0", LL(n));
-    const int64_t chunks = blocks_for<int64_t>(n, CHUNK);
-    double *sums = sums_of(work);
-    Launches launches;
-    const unsigned blocks = static_cast<unsigned>(chunks);
-    if (chunks) launches << LAUNCH(squares, blocks, NORM_THREADS, 0, stream_of(stream), sums, grad, touched, n, aligned(grad));
-    launches << LAUNCH(root_of_sum, 1, NORM_THREADS, 0, stream_of(stream), norm, sums, chunks);
-    return pyops_launched("grad_norm", launches.error, stream);
+    if (n == 0) return pyops_fill(real(norm), 1, 0.0f, stream);
+    unsigned *const ticket = pyops_tickets();
+    if (!ticket) return pyops_fail(PYOPS_NO_MEMORY, "grad_norm: no memory for counters");
+    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(n, CHUNK));
+    return pyops_launched("grad_norm",
+                          LAUNCH(root_of_squares, blocks, NORM_THREADS, 0, stream_of(stream), norm, sums_of(work), ticket, grad,
+                                 touched, n, aligned(grad)),
+                          stream);
 }
 
 // ---- clipping ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 
 from pyops import backend, init, ops
 from pyops.errors import UserError
-from pyops.ops import Dropout, LayerNorm, Positions, Residual, ResidualNorm
+from pyops.ops import LayerNorm, Positions, ResidualNorm
 from pyops.ops.attention import follow_parents
 from pyops.ops.feed_forward import ACTIVATIONS
 from pyops.ops.linear import JoinedLinear
@@ -224,8 +224,8 @@ class MultiHeadAttention:
         return self.out.forward(a) if into is None else self.out.forward(a, into=into)
 
     def backward(self, dy, ctx, into=None, dmemory=None):
-        """Return dx, added to `into` if given.  The gradient of the memory is added to dmemory; dmemory=None: the memory
-        was x, and its gradient is added to dx."""
+        """Return dx, added to `into` if given.  The gradient of the memory is added to dmemory, a MemoryGradient;
+        dmemory=None: the memory was x, and its gradient is added to dx."""
         da = self.out.backward(dy, ctx.pop())
         if dmemory is None:
             dqkv, parts = self.qkv.empty_gradients(da)
@@ -233,9 +233,9 @@ class MultiHeadAttention:
             ctx.pop()
             return self.qkv.backward(dqkv, ctx.pop(), into)
         dq = backend.empty_gradient(da.shape, f'{self.prefix}.dq', da.dtype)
-        dkv, parts = self.kv.empty_gradients(dmemory)
+        dkv, parts = self.kv.empty_gradients(dmemory.memory)
         self.attention.backward(da, ctx.pop(), out=(dq, *parts))
-        self.kv.backward(dkv, ctx.pop(), dmemory)
+        dmemory.sum = self.kv.backward(dkv, ctx.pop(), dmemory.sum)
         return self.q.backward(dq, ctx.pop(), into=into)
 
     # Decoding, without backward.  Keys and values are in two arrays, or with compact weights in the last columns of one.
@@ -263,50 +263,78 @@ class MultiHeadAttention:
         return self.kv.split(arrays[0])[-2:] if self.is_compact else arrays
 
 
-class Sublayer:
-    """A layer f with a residual connection and layer norm.
+class MemoryGradient:
+    """The gradient of the memory (M, D), a sum over the decoder blocks.   sum: None before the first of them"""
 
-    post-norm, as first published      y = norm(x + dropout(f(x)))         everything after f is one op
-    pre-norm                           y = x + dropout(f(norm(x)))         with compact weights, f adds to x in place
+    def __init__(self, memory):
+        self.memory, self.sum = memory, None
+
+
+FIRST_SUBLAYER = 'self_attention'         # of any block
+
+
+class Sum(NamedTuple):
+    """The state between two pre-norm sublayers: the sum x (N, D) of all branches so far, and n (N, D), its layer norm."""
+    x: np.ndarray
+    n: np.ndarray
+
+
+class Sublayer:
+    """A layer f with a residual connection and layer norm.  Everything after f is one op.
+
+    post-norm, as first published      y = norm(x + dropout(f(x)))
+    pre-norm                           x = x + dropout(f(n));  n = norm(x), the input of the next sublayer: a Sum to a Sum
+                                       with compact weights, f adds to x in place
+
+    following: the prefix of the next sublayer, whose norm a pre-norm sublayer computes
     """
 
-    def __init__(self, params, prefix, config):
-        self.pre_norm, self.adds, name = config.pre_norm, config.pre_norm and is_compact(config), f'{prefix}.residual'
-        norm    = params[f'{prefix}.norm.weight'], params[f'{prefix}.norm.bias']
-        dropout = config.dropout, key(params.seed, name)
-        if self.pre_norm:
-            self.norm, self.residual = LayerNorm(*norm), Residual(*dropout, name)
-        else:
-            self.residual = ResidualNorm(*norm, *dropout, residual=name)
+    def __init__(self, params, prefix, config, following):
+        self.pre_norm, name = config.pre_norm, f'{prefix}.residual'
+        norm = norm_of(params, following if config.pre_norm else prefix)
+        self.residual = ResidualNorm(*norm, config.dropout, key(params.seed, name), residual=name)
+        self.norm = LayerNorm(*norm) if config.pre_norm and is_compact(config) else None
 
     def forward(self, x, f, step):
         """Return y and ctx.  f(n) returns a branch and its ctx;  f(n, x) adds the branch to x, and returns x and the ctx."""
-        if self.pre_norm:
-            n, c1 = self.norm.forward(x)
-            if self.adds:
-                x, c2 = f(n, x)
-                return x, [c1, c2, None]
-            b, c2 = f(n)
-            y, c3 = self.residual.forward(x, b, step)
-            return y, [c1, c2, c3]
-        b, c1 = f(x)
+        x, n = x if self.pre_norm else (x, x)
+        if self.norm:
+            x, c1 = f(n, x)
+            return Sum(x, self.norm.forward(x)[0]), [c1, None]
+        b, c1 = f(n)
         y, c2 = self.residual.forward(x, b, step)
-        return y, [c1, c2]
+        return Sum(c2.sum, y) if self.pre_norm else y, [c1, c2]
 
     def backward(self, dy, ctx, f_backward):
-        """Return dx.  f_backward(dbranch, ctx, into) returns dn.  Overwrites dy: x has two uses, whose gradients are added."""
+        """Return dx, of pre-norm sublayers a Sum of gradients.  f_backward(dbranch, ctx, into) returns dn.  Overwrites dy: x
+        has two uses, whose gradients are added."""
+        if self.pre_norm:
+            dx, db = self.residual.backward(dy.n, ctx.pop(), into=dy.x)
+            return Sum(dx, f_backward(db, ctx.pop(), None))
         dx, db = self.residual.backward(dy, ctx.pop())
-        dn     = f_backward(db, ctx.pop(), None if self.pre_norm else dx)
-        return self.norm.backward(dn, ctx.pop(), into=dx) if self.pre_norm else dn
+        return f_backward(db, ctx.pop(), dx)
+
+
+def norm_of(params, prefix):
+    """Return the parameters of a layer norm."""
+    return params[f'{prefix}.norm.weight'], params[f'{prefix}.norm.bias']
+
+
+def sublayers(params, prefix, config, names, following):
+    """Return the Sublayers of a block, in order.  following: the prefix of the first sublayer of the next
+    block; for the last block, of the stack"""
+    prefixes = [f'{prefix}.{name}' for name in names]
+    return [Sublayer(params, at, config, then) for at, then in zip(prefixes, [*prefixes[1:], following], strict=True)]
 
 
 class EncoderBlock:
-    """Self-attention and a feed-forward layer.  causal: each token attends to itself and to earlier ones only."""
+    """Self-attention and a feed-forward layer.  causal: each token attends to itself and to earlier ones only.
+    following: see sublayers()"""
 
-    def __init__(self, params, prefix, config, causal=False):
+    def __init__(self, params, prefix, config, following, causal=False):
         self.attention = MultiHeadAttention(params, f'{prefix}.self_attention', config, causal)
         self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
-        self.first, self.second = (Sublayer(params, f'{prefix}.{name}', config) for name in ('self_attention', 'feed_forward'))
+        self.first, self.second = sublayers(params, prefix, config, (FIRST_SUBLAYER, 'feed_forward'), following)
 
     def forward(self, x, rows, step):
         x, c1 = self.first.forward(x, lambda n, *into: self.attention.forward(n, n, rows, rows, step, *into), step)
@@ -358,12 +386,12 @@ class Cache(NamedTuple):
 
 
 class DecoderBlock:
-    def __init__(self, params, prefix, config):
-        names = ('self_attention', 'cross_attention', 'feed_forward')
+    def __init__(self, params, prefix, config, following):
+        names = (FIRST_SUBLAYER, 'cross_attention', 'feed_forward')
         self.self_attention = MultiHeadAttention(params, f'{prefix}.self_attention', config, causal=True)
         self.cross_attention = MultiHeadAttention(params, f'{prefix}.cross_attention', config, crosses=True)
         self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
-        self.first, self.second, self.third = (Sublayer(params, f'{prefix}.{name}', config) for name in names)
+        self.first, self.second, self.third = sublayers(params, prefix, config, names, following)
 
     def forward(self, x, rows, memory, memory_rows, step):
         x, c1 = self.first.forward(x, lambda n, *into: self.self_attention.forward(n, n, rows, rows, step, *into), step)
@@ -373,7 +401,7 @@ class DecoderBlock:
         return x, [c1, c2, c3]
 
     def backward(self, dx, ctx, dmemory):
-        """Return dx, and add the gradient of the memory to dmemory."""
+        """Return dx, and add the gradient of the memory to dmemory, a MemoryGradient."""
         dx = self.third.backward(dx, ctx.pop(), self.feed_forward.backward)
         dx = self.second.backward(
             dx, ctx.pop(), lambda db, c, into: self.cross_attention.backward(db, c, into, dmemory))
@@ -384,7 +412,8 @@ class DecoderBlock:
         return Cache(self.self_attention.empty_tokens(num_steps, sentences), self.cross_attention.of_memory(memory))
 
     def next(self, x, cache, state):
-        """Return the block's output for x (R, D), token state.t of the target; its keys and values are added to the cache.
+        """Return the block's output for x (R, D) or a Sum, token state.t of the target; its keys and values are added to the
+        cache.
 
         R is a multiple of the number of sentences B, and row r belongs to sentence r % B.  So in cross-attention the hypotheses
         of a sentence have the same keys, of which there is one copy.
@@ -421,15 +450,19 @@ def feed_forward(params, prefix, config):
 
 
 class Stack:
-    """An encoder or decoder: embedding plus positions, then blocks, then, with pre_norm, a final layer norm (the output of
-    a pre-norm block is an unnormalised sum)."""
+    """An encoder or decoder: embedding plus positions, then blocks.  With pre_norm the first layer norm follows the embedding,
+    and the last sublayer computes the final layer norm.
+
+    block(params, prefix, config, following) makes a block, see sublayers()
+    """
 
     def __init__(self, params, side, block, layers, positions, config):
-        self.embedding = config.ops.Embedding(params['embedding.weight' if config.tied else f'{side}.embedding.weight'])
-        self.positions = positions
-        self.dropout = Dropout(config.dropout, key(params.seed, f'{side}.dropout'), f'{side}.dropout')
-        self.blocks = [block(params, f'{side}.{layer}', config) for layer in range(layers)]
-        self.norm = LayerNorm(params[f'{side}.norm.weight'], params[f'{side}.norm.bias']) if config.pre_norm else None
+        weight = params['embedding.weight' if config.tied else f'{side}.embedding.weight']
+        self.embedding = config.ops.EmbeddingPositions(weight, positions, config.dropout, key(params.seed, f'{side}.dropout'))
+        first = [f'{side}.{layer}.{FIRST_SUBLAYER}' for layer in range(layers)]
+        self.blocks = [block(params, f'{side}.{layer}', config, following)
+                       for layer, following in enumerate([*first[1:], side])]
+        self.norm = LayerNorm(*norm_of(params, first[0])) if config.pre_norm else None
 
     def forward(self, sequences, *seen, step=None):
         """Return (N, D) and ctx.  sequences: Sequences of N tokens;  seen: arguments of the blocks' forward() between rows and
@@ -439,33 +472,28 @@ class Stack:
         for block in self.blocks:
             x, c = block.forward(x, sequences.rows, *seen, step)
             ctx.append(c)
-        x, c = self.leave(x)
-        return x, [*ctx, c]
+        return self.leave(x), ctx
 
     def backward(self, dx, ctx, *dseen):
-        """Add the gradients of all parameters.  Overwrites dx.  dseen: gradient arrays to which the blocks add."""
-        normed = ctx.pop()
-        dx = self.norm.backward(dx, normed) if normed else dx
+        """Add the gradients of all parameters.  Overwrites dx.  dseen: arguments of the blocks' backward()."""
+        dx = Sum(None, dx) if self.norm else dx
         for block in reversed(self.blocks):
             dx = block.backward(dx, ctx.pop(), *dseen)
-        c1, c2, dropped = ctx.pop()
-        dx = self.dropout.backward(dx, dropped) if dropped else dx
-        de = self.positions.backward(dx, c2)
-        self.embedding.backward(de, c1)
+        c1, c2 = ctx.pop()
+        self.embedding.backward(self.norm.backward(dx.n, c2, into=dx.x) if self.norm else dx, c1)
 
     def enter(self, ids, step=None, first=0, positions=None):
-        """Embed ids (N,).  Return (N, D) and ctx.  positions (N,): the tokens' positions in their sentences; None: first."""
-        e, c1 = self.embedding.forward(ids)
-        if positions is None:
-            x, c2 = self.positions.forward(e[None], first)
-            x = x[0]
-        else:
-            x, c2 = self.positions.forward(e, positions=positions)
-        x, c3 = (x, None) if step is None else self.dropout.forward(x, step)
-        return x, [c1, c2, c3]
+        """Embed ids (N,).  Return the input of the first block and ctx.  positions (N,): the tokens' positions in their
+        sentences; None: first."""
+        x, c1 = self.embedding.forward(ids, positions, step, first)
+        if not self.norm:
+            return x, (c1, None)
+        n, c2 = self.norm.forward(x)
+        return Sum(x, n), (c1, c2)
 
     def leave(self, x):
-        return self.norm.forward(x) if self.norm else (x, None)
+        """Return the output (N, D) of the stack from the output of the last block."""
+        return x.n if self.norm else x
 
 
 class State(NamedTuple):
@@ -511,11 +539,9 @@ class Transformer:
         """Add to params.grads.  Empties ctx, so that saved activations are freed as early as possible."""
         c3 = ctx.pop()
         dh = self.output.backward(ctx.pop(), c3)
-        c2, m = ctx.pop(), ctx.pop()
-        dm = backend.empty_gradient(m.shape, 'encoder.dx', m.dtype)
-        backend.launch('fill', dm, dm.size, 0.0)        # every decoder block read m and adds its gradient here
+        c2, dm = ctx.pop(), MemoryGradient(ctx.pop())
         self.decoder.backward(dh, c2, dm)
-        self.encoder.backward(dm, ctx.pop())
+        self.encoder.backward(dm.sum, ctx.pop())
 
     attends = True          # whether forced() returns weights of attention
 
@@ -530,7 +556,7 @@ class Transformer:
         h, ctx = self.decoder.forward(target, m, source.rows)
         if not align:
             return h, None
-        _, (*_, c, _), _ = ctx[-2]              # of the last block, its second sublayer, the branch before the residual sum
+        _, (c, _), _ = ctx[-1]                  # of the last block, its second sublayer, the branch before the residual sum
         _, _, c, _ = c
         return h, self.decoder.blocks[-1].cross_attention.attention.weights(c)
 
@@ -573,8 +599,7 @@ class Transformer:
         x, _ = self.decoder.enter(word, first=state.t)
         for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
             x = block.next(x, cache, state)
-        h, _ = self.decoder.leave(x)
-        return h, state._replace(t=state.t + 1)
+        return self.decoder.leave(x), state._replace(t=state.t + 1)
 
     def _follow(self, state, parents):
         """Return the State in which hypothesis r continues hypothesis parents[r]."""

@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include "device.h"
-#include "internal.cuh"
+#include "tickets.cuh"
 
 static thread_local char last_error[512];
 
@@ -30,19 +30,26 @@ pyops_status pyops_fail(pyops_status code, const char *format, ...) {
 }
 
 // ---- faults ------------------------------------------------------------------------------------------------
-// Clear the record and wait for completion: the next writer may be on a stream that does not synchronise with the legacy
-// stream.
-static cudaError_t clear(FaultRecord *record) {
-    const cudaError_t error = cudaMemset(record, 0, sizeof *record);
+// Clear memory and wait for completion: the next writer may be on a stream that does not synchronise with the legacy stream.
+static cudaError_t clear(void *memory, size_t bytes) {
+    const cudaError_t error = cudaMemset(memory, 0, bytes);
     return error == cudaSuccess ? cudaStreamSynchronize(nullptr) : error;
+}
+// Return zeros in device memory, or NULL.
+template <class T> static T *zeros(size_t count) {
+    T *made = nullptr;
+    const size_t bytes = count * sizeof(T);
+    return cudaMalloc(&made, bytes) == cudaSuccess && clear(made, bytes) == cudaSuccess ? made : nullptr;
 }
 
 FaultRecord *pyops_faults() {
-    static FaultRecord *record = [] {
-        FaultRecord *made = nullptr;
-        return cudaMalloc(&made, sizeof *made) == cudaSuccess && clear(made) == cudaSuccess ? made : (FaultRecord *)nullptr;
-    }();
+    static FaultRecord *record = zeros<FaultRecord>(1);
     return record;
+}
+
+unsigned *pyops_tickets() {
+    static unsigned *tickets = zeros<unsigned>(TICKETS);
+    return tickets;
 }
 
 static const char *const WHO[] = {"embedding_forward",
@@ -67,14 +74,17 @@ static const char *const WHO[] = {"embedding_forward",
                                   "unpad_rows",
                                   "gather_rows",
                                   "rnn_forward",
-                                  "scatter_rows"};
+                                  "scatter_rows",
+                                  "embedding_positions_forward",
+                                  "embedding_positions_backward",
+                                  "pack_pairs"};
 
 // Read and clear a fault; the stream must be synchronised.
 pyops_status pyops_check_faults() {
     FaultRecord *record = pyops_faults(), found;
     if (!record) return PYOPS_OK;
     if (cudaMemcpy(&found, record, sizeof found, cudaMemcpyDeviceToHost) != cudaSuccess || !found.fault) return PYOPS_OK;
-    clear(record);
+    clear(record, sizeof *record);
     const char *who = WHO[found.who];
     const auto out_of_range = [&](const char *array) {
         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: %s[%lld]=%lld, expected 0 to %lld", who, array, found.index, found.value,

@@ -76,7 +76,10 @@ enum class Who : int32_t {              // the function named in the text
     unpad_rows,
     gather_rows,
     rnn_forward,
-    scatter_rows
+    scatter_rows,
+    embedding_positions_forward,
+    embedding_positions_backward,
+    pack_pairs
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if allocation failed
 pyops_status pyops_check_faults();      // return and clear a recorded fault; the streams must be synchronised

@@ -26,11 +26,13 @@ template <class Element, class Out = float> struct RowProduct {
     int64_t M, N, K, ldc, lda, ldb;
     int32_t accumulate, relu;
     bool a_k = true, b_k = true;            // false (bf16 only): the operand is stored transposed, a[m,k] at a + k * lda + m
-    // splits > 1: sums of parts of K, multiples of 64 k's, go to parts (splits,M,N), and c is not written.
+    // splits > 1: sums of parts of K, multiples of 64 k's, go to parts (splits,M,N); the last of them to finish adds them.
     int64_t splits = 1;
     float *parts = nullptr;
+    unsigned *tickets = nullptr;            // two for each tile, if splits > 1
     Limit limit = {};
     const int32_t *scatter = nullptr;       // not NULL: row m of the product is row scatter[m] of c
+    const Out *gate = nullptr;              // not NULL: laid out as c, which is 0 where gate is not above 0
 };
 
 // The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are
@@ -66,8 +68,27 @@ struct RealProduct {
     int32_t accumulate, relu;
     Limit limit = {};
     const int32_t *scatter = nullptr;
+    const void *gate = nullptr;             // of the type of c, see RowProduct
+    float *row_sums = nullptr;              // not NULL: (M), row_sums[m] += sum_k a[m,k], if the product can add them
 };
+// row_sums_added: whether the product has added to row_sums.
+cudaError_t real_product(const RealProduct &g, cudaStream_t stream, bool *row_sums_added);
 cudaError_t real_product(const RealProduct &g, cudaStream_t stream);
+
+// A product as in pyops_gemm, with arrays of either type.   gate, row_sums: as in RealProduct
+struct AnyProduct {
+    pyops_real *c;
+    const pyops_real *a, *b;
+    const float *bias;
+    int64_t M, N, K, ldc, a_row, a_col, b_row, b_col;
+    int32_t accumulate, relu;
+    const pyops_real *gate = nullptr;
+    float *row_sums = nullptr;
+};
+// Products that do not read each other's results, in one launch if that takes less time.  row_sums_added (count): which of them
+// have added to their row_sums.
+constexpr int MOST_GROUPED = 4;
+cudaError_t any_products(const AnyProduct *p, int count, cudaStream_t stream, bool *row_sums_added);
 
 // pyops_gemm with float32 arrays only.
 static inline pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N,
@@ -81,7 +102,9 @@ cudaError_t convert_to_bf16(__nv_bfloat16 *y, const float *x, int64_t R, int64_t
                             cudaStream_t stream);
 
 // The epilogue of a product for one element, given its sum over k.
-template <class Out> DEVICE float finished(float sum, const Out *c, const float *bias, int32_t accumulate, int32_t relu) {
+template <class Out>
+DEVICE float finished(float sum, const Out *c, const float *bias, int32_t accumulate, int32_t relu, const Out *gate) {
+    if (gate && !(as_float(*gate) > 0.0f)) return 0.0f;
     if (bias) sum += *bias;
     if (accumulate) sum += as_float(*c);
     return relu && sum < 0.0f ? 0.0f : sum;                     // NaN stays NaN

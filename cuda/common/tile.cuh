@@ -30,11 +30,12 @@
 // Use, in a kernel of T::THREADS threads with T::BYTES of dynamic shared memory, T = Tile<TileShape<...>, precision, A, B>:
 //   T::product(shared, a, b, m0, n0, k0, k1);                                 the whole block; k0 a multiple of 4
 //   T::each(shared, [&](int m, int n, float sum) { ... });                    a warp along a row: n = lane, lane + 32, ...
+// A T::RowSums as last argument of product() also sums the rows of a.
 // or read sum (m, n) at shared[m * T::STRIDE + n]; the block must synchronise before the next product.
 // Every sum adds its terms in the order of k, so results do not depend on the shape or the layout, bit for bit.
 #pragma once
 #include <type_traits>
-#include "internal.cuh"
+#include "real.cuh"
 
 template <int M_, int N_, int K_, int WARPS_M_, int WARPS_N_, int STAGES_> struct TileShape {
     static constexpr int M = M_, N = N_, K = K_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
@@ -333,6 +334,39 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
     }
 };
 
+// ---- sums of the rows of a ---------------------------------------------------------------------------------------------
+// A product calls its `watch` with each panel of a, in shared memory.
+struct Unwatched {
+    template <class Element> __device__ __forceinline__ void operator()(const Element *) const {}
+};
+
+// Computes sum_k a[m,k], if wanted: thread t adds every COUNT-th k of row t % S::M.
+template <class S, int STRIDE, bool K_INNER> struct RowSumsOf {
+    static constexpr int COUNT = S::THREADS / S::M;
+    static_assert(COUNT >= 1, "fewer threads than rows");
+    bool wanted;
+    float sum = 0.0f;
+    template <class Element> __device__ __forceinline__ void operator()(const Element *panel) {
+        if (!wanted) return;
+        const int m = threadIdx.x % S::M;
+#pragma unroll 4
+        for (int k = threadIdx.x / S::M; k < S::K; k += COUNT)
+            sum += as_float(panel[K_INNER ? m * STRIDE + k : k * STRIDE + m]);
+    }
+    // Call f(m, sum) for each row, after the product, whose tile this overwrites.
+    template <class F> __device__ __forceinline__ void each(float *shared, const F &f) const {
+        if (!wanted) return;
+        __syncthreads();
+        shared[threadIdx.x] = sum;
+        __syncthreads();
+        for (int m = threadIdx.x; m < S::M; m += S::THREADS) {
+            float all = shared[m];
+            for (int i = 1; i < COUNT; i++) all += shared[m + i * S::M];
+            f(m, all);
+        }
+    }
+};
+
 // ---- the tile --------------------------------------------------------------------------------------------------------
 template <class S, Precision P, class A, class B> struct Tile {
     using PanelA = Panel<S, S::M, A>;
@@ -345,8 +379,11 @@ template <class S, Precision P, class A, class B> struct Tile {
     static constexpr int FLOATS = S::STAGES * SLOT > S::M *STRIDE ? S::STAGES * SLOT : S::M * STRIDE;
     static constexpr size_t BYTES = sizeof(float) * FLOATS;
 
+    using RowSums = RowSumsOf<S, PanelA::STRIDE, A::k_inner>;
+
+    template <class Watch = Unwatched>
     static __device__ __forceinline__ void product(float *shared, const A &a, const B &b, int64_t m0, int64_t n0, int64_t k0,
-                                                   int64_t k1) {
+                                                   int64_t k1, Watch &&watch = Watch()) {
         const int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WARP_M, n = warp % S::WARPS_N * S::WARP_N;
         const int64_t steps = blocks_for<int64_t>(k1 - k0, S::K);
         Sums sums;
@@ -376,6 +413,7 @@ template <class S, Precision P, class A, class B> struct Tile {
             panel_a.read_lines();
             panel_b.read_lines();
             const float *from = shared + here * SLOT;
+            watch(from);
             sums.template add<PanelA::STRIDE, PanelB::STRIDE>(from + (A::k_inner ? m * PanelA::STRIDE : m),
                                                               from + PanelA::FLOATS + (B::k_inner ? n * PanelB::STRIDE : n));
             if (more) finish(ahead);

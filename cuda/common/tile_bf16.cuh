@@ -61,8 +61,11 @@ template <class S, bool A_K, bool B_K> struct HalfTile {
     static constexpr size_t RING = sizeof(bf16) * S::STAGES * SLOT, SUMS = sizeof(float) * S::M * STRIDE;
     static constexpr size_t BYTES = RING > SUMS ? RING : SUMS;
 
+    using RowSums = RowSumsOf<S, PanelA::STRIDE, A_K>;
+
+    template <class Watch = Unwatched>
     static __device__ __forceinline__ void product(float *shared, const RealOperand &a, const RealOperand &b, int64_t m0,
-                                                   int64_t n0, int64_t k0, int64_t k1) {
+                                                   int64_t n0, int64_t k0, int64_t k1, Watch &&watch = Watch()) {
         bf16 *const ring = reinterpret_cast<bf16 *>(shared);
         const int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WARP_M, n = warp % S::WARPS_N * S::WARP_N;
         const int steps = static_cast<int>(blocks_for<int64_t>(k1 - k0, S::K));
@@ -82,6 +85,7 @@ template <class S, bool A_K, bool B_K> struct HalfTile {
             if (step + S::STAGES - 1 < steps) fill(ahead, step + S::STAGES - 1);
             cp_async_commit();
             const bf16 *const of_a = ring + here * SLOT, *const of_b = of_a + PanelA::SIZE;
+            watch(of_a);
 #pragma unroll
             for (int k = 0; k < S::K; k += 16) {
                 unsigned y[COLUMNS / 2][4];

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,26 @@ def pack(table: Array, starts: Array, rows: Array, total: int, first: int = -1,
     ids, positions = backend.empty(total, np.int32, name), backend.empty(total, np.int32, f'{name}.positions')
     backend.launch('pack_sequences', ids, positions, offsets, table, starts, rows, len(starts) - 1, len(rows), total, first)
     return ids, positions, offsets
+
+
+class PackedPairs(NamedTuple):
+    """Sentence pairs, packed: ids, positions and offsets of the sources and of the targets as in `pack`, and the ids of the
+    labels, which the targets are, shifted by one token."""
+    source: tuple[Any, Any, Any]
+    target: tuple[Any, Any, Any]
+    labels: Any
+
+
+def pack_pairs(source: tuple[Array, Array], labels: tuple[Array, Array], rows: Array, source_total: int, target_total: int,
+               first: int) -> PackedPairs:
+    """Return these pairs of two tables (ids, starts), as three calls of `pack` would; first: the first id of each target."""
+    N, B = len(source[1]) - 1, len(rows)
+    sides = [(backend.empty(total, np.int32, name), backend.empty(total, np.int32, f'{name}.positions'),
+              backend.empty(B + 1, np.int32, f'{name}.offsets'))
+             for name, total in (('source', source_total), ('target', target_total))]
+    ids = backend.empty(target_total, np.int32, 'labels')
+    backend.launch('pack_pairs', *sides[0], *sides[1], ids, *source, *labels, rows, N, B, source_total, target_total, first)
+    return PackedPairs(*sides, ids)
 
 
 def pack_ids(table: Array, starts: Array, rows: Array, total: int, first: int = -1, name: str = 'ids') -> Array:
@@ -172,4 +192,5 @@ def split(indices: Array, batch_size: int) -> list[Any]:
 
 
 declare(gather_sequences=Kernel(bytes=lambda s: s['B'] * s['T'] * 8 + s['B'] * 8),
-        pack_sequences=Kernel(bytes=lambda s: s['total'] * 12 + s['B'] * 28))
+        pack_sequences=Kernel(bytes=lambda s: s['total'] * 12 + s['B'] * 28),
+        pack_pairs=Kernel(bytes=lambda s: s['source_total'] * 12 + s['target_total'] * 20 + s['B'] * 48))

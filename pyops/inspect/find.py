@@ -178,17 +178,21 @@ class _Finder:
         if 'dx' in roles:
             dx = self.role(i, note, roles['dx'])
             array = _with_rows(dx.array, rows)
-            if self.actions[i].scalars.get('accumulate') or isinstance(roles.get('g'), Slice):
-                # added to other gradients, or to those from other layers: recompute this part
+            scalars = self.actions[i].scalars
+            if scalars.get('accumulate') or scalars.get('relu') or isinstance(roles.get('g'), Slice):
+                # added to other gradients, or to those from other layers, or passed through ReLU: recompute the product
                 array = _Later(array.shape, lambda: self._product_again(i, roles, array.shape))
             layer.saw('backward', 'grad_input', dx.at, array)
 
     def _product_again(self, i, roles, shape):
-        """Recompute the summand of one layer in the gradient of an input, in the given shape."""
-        a, b = (self.plan.argument(self.actions[i], name) for name in 'ab')
-        if isinstance(roles.get('g'), Slice):
-            a, b = roles['g'].of(a), roles['w'].of(b)
-        return backend.product(a, b).reshape(shape)
+        """Recompute the product of one layer for the gradient of an input, in the given shape."""
+        parts = [roles[role] for role in 'gw']
+        names = [(part.source if isinstance(part, Slice) else part).removesuffix("'") for part in parts]
+        factors = [self.plan.argument(self.actions[i], name) for name in names]
+        factors = [factor if factor.ndim == 2 else backend.as_rows(factor) for factor in factors]
+        factors = [part.of(factor) if isinstance(part, Slice) else factor
+                   for part, factor in zip(parts, factors, strict=True)]
+        return backend.product(*factors).reshape(shape)
 
     def _parameters(self, layer, note, weight_at, bias_at):
         """Record weight, bias and their gradients, once per layer."""

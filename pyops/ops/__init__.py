@@ -20,6 +20,7 @@ from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.dropout import Dropout
 from pyops.ops.embedding import Embedding
 from pyops.ops.embedding_gru import EmbeddingGRU
+from pyops.ops.embedding_positions import EmbeddingPositions
 from pyops.ops.feed_forward import FeedForward
 from pyops.ops.gru import GRU
 from pyops.ops.join import ConcatContext
@@ -36,6 +37,6 @@ from pyops.ops.residual_norm import ResidualNorm
 from pyops.ops.rnn import LSTM, RNN
 
 __all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'Attention', 'AvgPool2d', 'BatchNorm', 'ConcatContext', 'Conv2d', 'Conv2dFilters',
-           'Conv2dTransposed', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU', 'FeedForward', 'LayerNorm', 'Linear',
-           'LinearCrossEntropy', 'MLPGradients', 'MaxPool2d', 'PixelLinear', 'Positions', 'ReLU',
+           'Conv2dTransposed', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU', 'EmbeddingPositions', 'FeedForward',
+           'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'MaxPool2d', 'PixelLinear', 'Positions', 'ReLU',
            'Residual', 'ResidualNorm', 'SiLU', 'sequence_lengths']

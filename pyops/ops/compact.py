@@ -22,6 +22,7 @@ from pyops.ops.packed import pad_rows, unpad_rows
 if TYPE_CHECKING:
     from pyops.compute import Compute
     from pyops.ops.packed import Packed
+    from pyops.ops.positions import Positions
     from pyops.params import Parameter
     from pyops.typing import Array
 
@@ -143,14 +144,22 @@ class CompactFeedForward:
         return self.second.linear(h, f'{self.name}.y', into=into), None
 
 
-class CompactEmbedding:
-    """Embedding with a compact weight.   ids (...) int32 -> y (..., E)"""
+class CompactEmbeddingPositions:
+    """EmbeddingPositions with a compact weight, for inference: no dropout.
 
-    def __init__(self, weight: Parameter, name: str | None = None, *, family: Compute) -> None:
-        self.name, self.compact = name or weight.owner, family.weight(weight)
+    ids (N,) int32, positions (N,) int32, or None: `first` for all rows -> y (N, E)
+    """
 
-    def forward(self, ids: Array) -> tuple[Array, None]:
-        return self.compact.rows(ids, f'{self.name}.y'), None
+    def __init__(self, weight: Parameter, positions: Positions, p: float = 0.0, key: int = 0, name: str | None = None, *,
+                 family: Compute) -> None:
+        self.name, self.compact, self.positions = name or weight.owner, family.weight(weight), positions
+
+    def forward(self, ids: Array, positions: Array | None = None, step: Array | None = None,
+                first: int = 0) -> tuple[Array, None]:
+        x = self.compact.rows(ids, f'{self.name}.y')
+        if positions is None:
+            return self.positions.forward(x[None], first)[0][0], None
+        return self.positions.forward(x, first, positions)[0], None
 
 
 class CompactLinearCrossEntropy:
@@ -224,11 +233,11 @@ class CompactEmbeddingGRU(CompactGRU):
 
     def __init__(self, table: Parameter, *arguments: Any, family: Compute, **named: Any) -> None:
         super().__init__(*arguments, family=family, **named)
-        self.embedding, self.concat = CompactEmbedding(table, family=family), ConcatContext()
+        self.table, self.concat = family.weight(table), ConcatContext()
 
     def forward(self, ids: Array, context: Array | None = None, h0: Array | None = None, lengths: None = None,
                 rows: Packed | None = None, reverse: bool = False) -> tuple[Array, CompactGRU.Ctx]:
-        x, _ = self.embedding.forward(ids)
+        x = self.table.rows(ids, f'{self.name}.x')
         if context is None:
             return super().forward(x, h0, lengths, rows, reverse)
         x, _ = self.concat.forward(self.padded(x, rows, reverse), context)
@@ -236,7 +245,7 @@ class CompactEmbeddingGRU(CompactGRU):
 
 
 CLASSES = {'Linear': CompactLinear, 'Projections': CompactProjections, 'FeedForward': CompactFeedForward,
-           'Embedding': CompactEmbedding, 'GRU': CompactGRU, 'EmbeddingGRU': CompactEmbeddingGRU,
+           'EmbeddingPositions': CompactEmbeddingPositions, 'GRU': CompactGRU, 'EmbeddingGRU': CompactEmbeddingGRU,
            'LinearCrossEntropy': CompactLinearCrossEntropy}
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pyops.backend import REAL, as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
-from pyops.backend.kernels import DGRAD, FWD, WGRAD
+from pyops.backend.kernels import FWD
 from pyops.ops.activation import GELU, SiLU
+from pyops.ops.linear import LAYER_DGRAD, LAYER_WGRAD
 from pyops.ops.relu import ReLU
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class FeedForward:
     Saves    x and h (..., F);  for SiLU and GELU also a (..., F)
     Errors   TypeError and ValueError naming the argument or the parameter
     Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.3
-    Notes    the first product applies ReLU to its sums while they are in registers; SiLU and GELU take another pass
+    Notes    the products apply ReLU and its derivative to their sums while they are in registers; SiLU and GELU take another
+             pass over h, and one over dh
     """
 
     class Ctx(NamedTuple):
@@ -80,19 +82,20 @@ class FeedForward:
         x, h, dy = as_rows(ctx.x), as_rows(ctx.h), as_rows(dy)
         (R, F), D = h.shape, x.shape[1]
         dh = empty_gradient((R, F), f'{self.name}.dh', dy.dtype)
-        gemm(dh, dy, self.w2.operand(dy.dtype))
-        note_product(self, DGRAD, 'w2', weight=self.w2)
-        self._activate_backward(dh, h, ctx.a)
-        gemm(self.w2.grad, dy.T, h, accumulate=True)
-        note_product(self, WGRAD, 'w2', weight=self.w2)
-        launch('column_sums', self.b2.grad, dy, R, D)
-        gemm(self.w1.grad, dh.T, x, accumulate=True)
-        note_product(self, WGRAD, 'w1', weight=self.w1)
-        launch('column_sums', self.b1.grad, dh, R, F)
+        launch('linear_backward', dh, self.w2.grad, self.b2.grad, dy, h, self.w2.operand(dy.dtype), R, D, F, ctx.a is None,
+               False)
+        self._note('w2', self.w2)
+        if ctx.a is not None:
+            launch(f'{self.activation}_backward', dh, dh, ctx.a, dh.size)
         dx = empty_gradient(ctx.x.shape, f'{self.name}.dx', dy.dtype) if into is None else into   # dy is no longer needed
-        gemm(as_rows(dx), dh, self.w1.operand(dy.dtype), accumulate=into is not None)
-        note_product(self, DGRAD, 'w1', weight=self.w1)
+        launch('linear_backward', dx, self.w1.grad, self.b1.grad, dh, x, self.w1.operand(dy.dtype), R, F, D, False,
+               into is not None)
+        self._note('w1', self.w1)
         return dx
+
+    def _note(self, layer: str, weight: Parameter) -> None:
+        for product in (LAYER_WGRAD, LAYER_DGRAD):
+            note_product(self, product, layer, weight=weight)
 
     def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         from pyops.ops.array import sum_to

@@ -19,14 +19,16 @@ from pyops.backend import (
     may_overlap,
     note_product,
 )
-from pyops.backend.kernels import DGRAD, FWD, WGRAD, Product
+from pyops.backend.kernels import FWD, Kernel, Product, declare
 
 if TYPE_CHECKING:
     from pyops.autograd import Tensor
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal, TensorGradients
 
-BIAS_GRADIENT = Product('wgrad', {})         # no product: it names the layers of a kernel that writes several gradients
+# of linear_backward
+LAYER_WGRAD = Product('wgrad', {'g': 'dy', 'x': 'x'})
+LAYER_DGRAD = Product('dgrad', {'g': 'dy', 'w': 'weight', 'dx': 'dx'})
 # product.operand of a linear layer, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
 OPERANDS = 'fwd.x', 'fwd.w', 'dgrad.g', 'dgrad.w', 'wgrad.g', 'wgrad.x'
 
@@ -69,22 +71,18 @@ class Linear:
 
         into: add dx to this array, which may be dy, and return it.
         """
-        O = len(self.weight.value)
+        O, I = self.weight.value.shape
         check('dy', dy, (*ctx.x.shape[:-1], O), ctx.x.dtype)
         if into is not None:
             check('into', into, ctx.x.shape, ctx.x.dtype)
-        rows = as_rows(dy)
-        gemm(self.weight.grad, rows.T, as_rows(ctx.x), accumulate=True)
-        self._note(WGRAD)
-        if self.bias:
-            launch('column_sums', self.bias.grad, dy, *rows.shape)
-            self._note(BIAS_GRADIENT)
-        if not want_dx:
-            return None
         separate = into is None or may_overlap(into, dy)        # a product must not overwrite its own operand
-        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx', dy.dtype) if separate else into
-        gemm(as_rows(dx), rows, self.weight.operand(dy.dtype), accumulate=not separate)
-        self._note(DGRAD)
+        dx = None if not want_dx else empty_gradient(ctx.x.shape, f'{self.name}.dx', dy.dtype) if separate else into
+        launch('linear_backward', dx, self.weight.grad, self.bias and self.bias.grad, dy, ctx.x, self.weight.operand(dy.dtype),
+               *as_rows(dy).shape, I, False, not separate)
+        self._note(LAYER_WGRAD)
+        if dx is None:
+            return None
+        self._note(LAYER_DGRAD)
         if separate and into is not None:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)
         return dx if into is None else into
@@ -141,3 +139,6 @@ class JoinedLinear(Linear):
         for i, layer in enumerate(self.layers):
             note_product(layer, product.part(i, len(self.layers)), weight=layer.weight,
                          **facts | ({'bias': layer.bias} if 'bias' in facts else {}))
+
+
+declare(linear_backward=Kernel(lambda s, array: (2 if array('dx') is None else 4) * s['R'] * s['O'] * s['I']))

@@ -29,6 +29,7 @@ class ResidualNorm:
     Source   a post-norm sublayer of Vaswani et al. 2017, arXiv:1706.03762, section 3.1
     Notes    one kernel forward and one backward; bit-equal to Residual and LayerNorm
              residual: the name of the residual connection, for its tensors
+             a pre-norm sublayer uses the sum, ctx.sum, as well: the backward pass adds the gradient of that use
     """
 
     class Ctx(NamedTuple):
@@ -58,14 +59,17 @@ class ResidualNorm:
                math.prod(rows), C, self.p, self.key, self.eps)
         return y, self.Ctx(total, mean, rstd, step if self.p else None)
 
-    def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array]:
-        """Return dx and dbranch."""
+    def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> tuple[Array, Array]:
+        """Return dx and dbranch.  into: add dx to this array, the gradient of another use of the sum, and return it as dx."""
         C, R = len(self.weight.value), ctx.mean.size
         check('dy', dy, ctx.sum.shape, ctx.sum.dtype)
-        dx = empty_gradient(dy.shape, f'{self.name}.dx', dy.dtype)
+        if into is not None:
+            check('into', into, ctx.sum.shape, ctx.sum.dtype)
+        dx = empty_gradient(dy.shape, f'{self.name}.dx', dy.dtype) if into is None else into
         dbranch = None if ctx.step is None else empty_gradient(dy.shape, f'{self.residual}.dbranch', dy.dtype)
         launch('residual_norm_backward', dx, dbranch, self.weight.grad, self.bias.grad, dy, ctx.sum, ctx.step,
-               self.weight.value, ctx.mean, ctx.rstd, work('layer_norm_backward', R, C), R, C, self.p, self.key)
+               self.weight.value, ctx.mean, ctx.rstd, work('layer_norm_backward', R, C), R, C, self.p, self.key,
+               into is not None)
         return dx, dx if dbranch is None else dbranch
 
     @staticmethod

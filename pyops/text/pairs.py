@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pyops import backend
-from pyops.data.batches import pack, pack_ids
+from pyops.data.batches import pack_pairs
 from pyops.ops.packed import Packed
 from pyops.text.vocabulary import BOS, PAD, Encoded
 
@@ -169,11 +169,9 @@ class Pairs:
     def batch(self, rows: Array, count: int, source_tokens: int, target_tokens: int) -> Batch:
         """Return the Batch of the first `count` of these pairs.  rows: on the device;  count and so on: from sizes()."""
         (source, labels), rows = self._tables(), rows[:count]
-        ids, positions, offsets = pack(source.ids, source.starts, rows, source_tokens, name='source')
-        shifted, target_positions, target_offsets = pack(labels.ids, labels.starts, rows, target_tokens, BOS, 'target')
-        return Batch(Sequences(ids, positions, Packed(offsets, self.longest)),
-                     Sequences(shifted, target_positions, Packed(target_offsets, self.longest)),
-                     pack_ids(labels.ids, labels.starts, rows, target_tokens, name='labels'))
+        packed = pack_pairs((source.ids, source.starts), (labels.ids, labels.starts), rows, source_tokens, target_tokens, BOS)
+        return Batch(*(Sequences(ids, positions, Packed(offsets, self.longest))
+                       for ids, positions, offsets in (packed.source, packed.target)), packed.labels)
 
     def batch_of(self, rows: np.ndarray) -> Batch:
         """Return the Batch of these pairs.  rows: on the host."""

@@ -229,6 +229,38 @@ def test_column_sums_add(R, C):
     assert np.abs(y - (1 + x.astype('d').sum(0))).max() <= 1e-6 * (1 + np.abs(x).sum(0).max(initial=0))
 
 
+@pytest.mark.parametrize('R,O,I', [(0, 3, 2), (1, 1, 1), (7, 0, 3), (7, 3, 0), (33, 9, 40), (70, 64, 33), (1152, 64, 70),
+                                   (260, 300, 257), (5000, 3, 4)])
+@pytest.mark.parametrize('way', ['new', 'added', 'relu', 'no-dx', 'no-bias'])
+def test_linear_backward_has_the_bits_of_its_products(R, O, I, way):
+    """Small and large tiles, sums that several blocks share, and sizes without a term or without a result."""
+    rng = np.random.default_rng(R)
+    dy, x, weight = (rng.standard_normal(shape).astype('f') for shape in ((R, O), (R, I), (O, I)))
+    if way == 'relu':
+        x = np.maximum(x, 0)
+        x[R // 2:, :1] = np.nan
+    dweight, dbias = np.full((O, I), 0.5, 'f'), None if way == 'no-bias' else np.full(O, -0.5, 'f')
+    dx = None if way == 'no-dx' else np.full((R, I), 0.25 if way == 'added' else np.nan, 'f')
+    want_dweight, want_dx = np.full((O, I), 0.5, 'f'), np.full((R, I), 0.25 if way == 'added' else np.nan, 'f')
+    launch('linear_backward', dx, dweight, dbias, dy, x, weight, R, O, I, way == 'relu', way == 'added')
+    launch('gemm', want_dweight, dy, x, None, O, I, R, I, 1, O, I, 1, 1, 0)
+    launch('gemm', want_dx, dy, weight, None, R, I, O, I, O, 1, I, 1, way == 'added', 0)
+    if way == 'relu':
+        launch('relu_backward', want_dx, want_dx, x, R * I)
+        assert (dx[~(x > 0)] == 0).all()
+    assert np.array_equal(dweight, want_dweight, equal_nan=True) and (dx is None or (dx == want_dx).all())
+    if dbias is not None:
+        wide = dy.astype('d')
+        assert np.abs(dbias - (wide.sum(0) - 0.5)).max(initial=0) <= 1e-6 * (1 + np.abs(wide).sum(0).max(initial=0))
+
+
+@pytest.mark.parametrize('dx,relu,accumulate', [(False, 1, 0), (True, 1, 1)])
+def test_linear_backward_refuses_relu_without_dx_or_with_a_sum(dx, relu, accumulate):
+    x = np.zeros((2, 2), 'f')
+    with pytest.raises(ValueError, match=f'linear_backward: relu={relu} accumulate={accumulate}, expected dx, and one of'):
+        launch('linear_backward', x.copy() if dx else None, x, None, x, x, x, 2, 2, 2, relu, accumulate)
+
+
 @pytest.mark.parametrize('R,C', [(1, 1), (5, 7), (33, 1001)])
 def test_argmax_takes_the_first_of_equals_and_nan_as_largest(R, C):
     x = np.random.default_rng(7).integers(0, 9, (R, C)).astype('f')         # many ties
@@ -1003,6 +1035,30 @@ def test_pack_sequences_without_padding_and_shifted(B, longest):
         alone = np.empty_like(array)
         launch('pack_sequences', *(alone if i == of else None for i in range(3)), table, starts, rows, 20, B, total, -1)
         assert (alone == array).all()
+
+
+@pytest.mark.parametrize('B,longest', [(0, 5), (1, 1), (7, 9), (9, 100), (300, 3)])
+def test_pack_pairs_has_the_results_of_three_calls_of_pack_sequences(B, longest):
+    rng = np.random.default_rng(13)
+    tables, rows = [sentences(rng, 20, longest) for _ in range(2)], rng.integers(0, 20, B)
+    totals = [int((starts[rows + 1] - starts[rows]).sum()) for _, starts in tables]
+
+    def arrays(total):
+        return [np.full(total, -5, np.int32), np.full(total, -5, np.int32), np.full(B + 1, -5, np.int32)]
+    source, target, (labels, *_) = (arrays(total) for total in (totals[0], totals[1], totals[1]))
+    launch('pack_pairs', *source, *target, labels, *tables[0], *tables[1], rows, 20, B, *totals, 3)
+    for got, table, total, first in ((source, tables[0], totals[0], -1), (target, tables[1], totals[1], 3),
+                                     ([labels], tables[1], totals[1], -1)):
+        want = arrays(total)
+        launch('pack_sequences', *want, *table, rows, 20, B, total, first)
+        for ours, theirs in zip(got, want, strict=False):
+            assert (ours == theirs).all()
+    for side, name in enumerate(('source', 'target')):
+        wrong = [total + (i == side) for i, total in enumerate(totals)]
+        (source, target), labels = (arrays(total) for total in wrong), np.empty(wrong[1], np.int32)
+        message = f'pack_pairs: ({name}_)?total={wrong[side]}, expected {totals[side]}, the sum of the lengths'
+        with pytest.raises(ValueError, match=message):
+            launch('pack_pairs', *source, *target, labels, *tables[0], *tables[1], rows, 20, B, *wrong, 3)
 
 
 @pytest.mark.parametrize('rows,total,message', [

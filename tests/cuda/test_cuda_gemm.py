@@ -4,7 +4,9 @@ What the op table asks of every library is asked there; here is what only this o
 are cut into parts, several kernels for one product.
 """
 import itertools
+import os
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -133,6 +135,37 @@ def test_few_tiles_share_a_long_sum(M, N, K, p, precision):
     gemm(frame[:, :N], a, b, bias, 1, 1)
     check(frame[:, :N], a, b, p, bias + 2.5, 1)
     assert (frame[:, N:] == 2.5).all()
+
+
+PARTS = '''
+import numpy as np, sys
+from emulated import BF16, call, library
+from test_cuda_gemm import gemm, matrix_bf16
+rng, results = np.random.default_rng(3), []
+for p, (M, N, K) in ((0, (70, 33, 5000)), (2, (64, 64, 4096))):
+    library().pyops_set_precision(p)
+    results.append(gemm(np.zeros((M, N), np.float32), *(rng.standard_normal(s).astype(np.float32) for s in ((M, K), (K, N)))))
+    dy, x = (rng.standard_normal((K, n)).astype(np.float32) for n in (M, N))
+    results += [np.zeros((M, N), np.float32), np.zeros(M, np.float32), np.zeros((K, N), np.float32)]
+    dweight, dbias, dx = results[-3:]
+    call("linear_backward", dx, dweight, dbias, dy, x, rng.standard_normal((M, N)).astype(np.float32), K, M, N, 0, 0)
+a, b = (matrix_bf16(rng, rows, 8192, 8192, 0) for rows in (128, 256))     # by wgmma, in parts
+results.append(np.zeros((128, 256), np.float32))
+call("gemm_bf16", results[-1], a, b, 128, 256, 8192, 256, 8192, 8192, 0)
+sys.stdout.buffer.write(b"".join(x.tobytes() for x in results))
+'''
+
+
+def test_parts_of_a_sum_are_added_in_one_order_whichever_block_is_the_last():
+    def bits(order):
+        paths = os.pathsep.join(str(ROOT / path) for path in ('', 'tests', 'tests/helpers', 'tests/cuda'))
+        environment = os.environ | {'PYTHONPATH': paths, 'EMU_ORDER': order}
+        done = subprocess.run([sys.executable, '-c', PARTS], cwd=ROOT, env=environment, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr.decode()
+        return done.stdout
+    first = bits('forward')
+    assert len(first) == 4 * (2 * 70 * 33 + 70 + 5000 * 33 + 2 * 64 * 64 + 64 + 4096 * 64 + 128 * 256) and any(first)
+    assert bits('reverse') == first and bits('5') == first
 
 
 def batched(c, a, b, accumulate=0):

@@ -1,5 +1,6 @@
-"""Kernel launches on a GPU, from the emulator's list of launches."""
+"""The number of kernel launches of a training step on a GPU, at real sizes, from the emulator's list of launches."""
 import json
+import re
 import subprocess
 import sys
 
@@ -7,9 +8,22 @@ import pytest
 from conftest import ROOT, environment_without
 from emulated import LIBRARY
 
-from bench.launches import H100
+from bench.launches import H100, launches
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
+# As in docs/cuda.md.  On a GPU a small kernel takes about as long as its launch.
+LAUNCHES = {('seq2seq', 'fp32'): 49, ('transformer', 'fp32'): 92, ('transformer', 'bf16'): 95, ('base', 'bf16'): 365}
+
+
+@pytest.mark.parametrize('step,precision', LAUNCHES)
+def test_a_training_step_launches_no_more_kernels_than_the_docs_say(step, precision):
+    found = launches(step, precision)
+    kernels = {launch.kernel for launch in found}
+    assert {'pack_pairs', 'root_of_squares'} <= kernels
+    assert 0.9 * LAUNCHES[step, precision] < len(found) <= LAUNCHES[step, precision]
+    row = re.search(rf"^\| `{step}`, {precision} \| (\d+) \|$", (ROOT / 'docs' / 'cuda.md').read_text(), re.M)
+    assert int(row[1]) == LAUNCHES[step, precision]
+
 
 def test_a_listed_launch_has_its_sizes_and_does_not_run(tmp_path):
     program = """

@@ -29,6 +29,7 @@ from pyops.ops import (
     Dropout,
     Embedding,
     EmbeddingGRU,
+    EmbeddingPositions,
     FeedForward,
     LayerNorm,
     Linear,
@@ -448,6 +449,29 @@ class ResidualNormRow(ResidualRow):
 
     def torch(self, torch, x, branch, weight, bias, step=None):
         return torch.nn.functional.layer_norm(super().torch(torch, x, branch, step), x.shape[-1:], weight, bias)
+
+
+class EmbeddingPositionsRow(ResidualRow):
+    wrong_axis = {'ids': None}              # any number of rows is accepted
+    sizes = ((1, 1, 1), (6, 5, 4), (28, 7, 33), (33, 9, 64), (140, 50, 30))                       # N, V, E
+    large = (909, 50, 300)
+    SCALE = 1.75
+
+    def __init__(self, with_dropout):
+        super().__init__(with_dropout)
+        self.name = self.name.replace('residual', 'embedding_positions')
+
+    def build(self, size, rng):
+        N, V, E = size
+        return Built(lambda weight: EmbeddingPositions(weight, Positions(E, 9, self.SCALE), self.P, self.KEY), {},
+                     dict(weight=normal(rng, V, E)),
+                     dict(ids=rng.integers(0, V, N).astype(np.int32), positions=rng.integers(0, 9, N).astype(np.int32))
+                     | (dict(step=np.array([self.STEP])) if self.with_dropout else {}))
+
+    def torch(self, torch, weight, ids, positions, step=None):
+        table = PositionsRow().torch(torch, torch.zeros(9, 1, weight.shape[1], dtype=weight.dtype))[:, 0]
+        y = self.SCALE * torch.nn.functional.embedding(ids.long(), weight) + table[positions.long()]
+        return y * torch.tensor(self.kept(y.shape))
 
 
 class ConcatContextRow:
@@ -884,7 +908,7 @@ class InProductsRow:
 
 
 TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), ActivationRow(SiLU), ActivationRow(GELU),
-         EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(),
+         EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(), EmbeddingPositionsRow(False), EmbeddingPositionsRow(True),
          ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),

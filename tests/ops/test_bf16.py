@@ -17,6 +17,7 @@ from pyops.ops import (
     Attention,
     Dropout,
     Embedding,
+    EmbeddingPositions,
     FeedForward,
     LayerNorm,
     Linear,
@@ -198,6 +199,38 @@ def test_fill_axpy_scale_and_column_sums_take_bfloat16(n, on_gpu):
         matrix, sums = numbers(rng, rows, columns), put(np.ones(columns, np.float32))
         launch('column_sums', sums, half(matrix), rows, columns)
         close(get(sums), 1 + matrix.astype(np.float64).sum(0), 1e-5, 'column_sums')
+
+
+@pytest.mark.parametrize('R,O,I', [(1, 1, 1), (33, 9, 40), (300, 64, 33), (1152, 64, 72), (260, 300, 264)])
+def test_linear_backward_takes_bfloat16(R, O, I, on_gpu):
+    rng = np.random.default_rng(R)
+    dy, x, weight, before = numbers(rng, R, O), np.maximum(numbers(rng, R, I), 0), numbers(rng, O, I), numbers(rng, R, I)
+    wide = dy.astype(np.float64)
+    for relu, accumulate in ((1, 0), (0, 1)):
+        dweight, dbias, dx = put(np.ones((O, I), np.float32)), put(np.ones(O, np.float32)), half(before)
+        launch('linear_backward', dx, dweight, dbias, half(dy), half(x), half(weight), R, O, I, relu, accumulate)
+        close(get(dweight), 1 + wide.T @ x, 1e-5, 'dweight')
+        close(get(dbias), 1 + wide.sum(0), 1e-5, 'dbias')
+        within(dx, np.where(x > 0, wide @ weight, 0) if relu else before + wide @ weight, 'dx')
+    with pytest.raises(ValueError, match='linear_backward: dx and x have different types, expected one type'):
+        launch('linear_backward', dx, dweight, dbias, half(dy), put(x), half(weight), R, O, I, 0, 0)
+
+
+@pytest.mark.parametrize('E', [3, 8, 100])
+def test_embedding_positions_rounds_its_result_once(E, on_gpu):
+    rng, ids, at, step = np.random.default_rng(E), np.array([1, 0, 3, 1], np.int32), np.arange(4, dtype=np.int32), np.array([5])
+    weight, dy, results = normal(rng, 5, E), numbers(rng, 4, E), []
+    on_gpu.storage = 'bf16'
+    for device, of, place in ((backend.HOST, of_host, np.copy), (on_gpu, of_device, half)):
+        with backend.on(device):
+            table = of(weight)
+            op = EmbeddingPositions(table, Positions(E, 9, 3.0), 0.3, 5)
+            y, ctx = op.forward(put(ids), put(at), put(step))
+            op.backward(place(dy), ctx)
+        results.append((y, get(table.grad)))
+    (exact, exact_grad), (y, grad) = results
+    within(y, exact, 'y')
+    close(grad, exact_grad, name='d weight')
 
 
 @pytest.mark.parametrize('C', [3, 16, 36])

@@ -39,6 +39,7 @@ from pyops.ops import (
     Dropout,
     Embedding,
     EmbeddingGRU,
+    EmbeddingPositions,
     LayerNorm,
     Linear,
     LinearCrossEntropy,
@@ -506,10 +507,68 @@ def test_residual_norm_may_overwrite_what_it_adds_and_its_gradient(C):
         same(operands[1 - place], (x, branch)[1 - place], 'the other operand')
     (dweight, dbias), dbranch = before, np.empty_like(x)
     launch('residual_norm_backward', dy, dbranch, dweight, dbias, dy, get(ctx.sum), step, get(op.weight.value), get(ctx.mean),
-           get(ctx.rstd), of_work(R, C), R, C, op.p, op.key)
+           get(ctx.rstd), of_work(R, C), R, C, op.p, op.key, 0)
     for name, ours, theirs in (('dx', dy, want[0]), ('dbranch', dbranch, want[1]), ('d weight', dweight, op.weight.grad),
                                ('d bias', dbias, op.bias.grad)):
         same(ours, get(theirs), name)
+
+
+@pytest.mark.parametrize('C', [5, 256, 8200])
+@pytest.mark.parametrize('step', [None, 5], ids=['no-dropout', 'dropout'])
+def test_residual_norm_adds_the_gradient_of_another_use_of_the_sum(C, step):
+    """As in a pre-norm transformer: layer norm adds to the gradient of the sum, then all of it goes to the branch."""
+    rng = np.random.default_rng(2)
+    fused, residual, norm = norm_of_residual(C, rng)
+    x, branch, dy, dsum = (normal(rng, 70, C) for _ in range(4))
+    step = None if step is None else put(np.array([step]))
+    _, ctx = fused.forward(put(x), put(branch), step)
+    total, c1 = residual.forward(put(x), put(branch), step)
+    _, c2 = norm.forward(total)
+    into, other = put(dsum.copy()), put(dsum.copy())
+    dx, dbranch = fused.backward(put(dy), ctx, into=into)
+    want_dx, want_dbranch = residual.backward(norm.backward(put(dy), c2, into=other), c1)
+    assert dx is into
+    for name, ours, theirs in (('dx', dx, want_dx), ('dbranch', dbranch, want_dbranch),
+                               ('d weight', fused.weight.grad, norm.weight.grad), ('d bias', fused.bias.grad, norm.bias.grad)):
+        same(get(ours), get(theirs), name)
+
+
+@pytest.mark.parametrize('step', [None, 7 + (3 << 32)], ids=['no-dropout', 'dropout'])
+@pytest.mark.parametrize('N,V,E', [(1, 1, 1), (3, 5, 7), (9, 3, 34), (40, 10, 64), (33, 8, 257), (700, 20, 16)])
+def test_embedding_positions_has_the_bits_of_its_three_ops(N, V, E, step):
+    rng = np.random.default_rng(4)
+    value, start, dy = normal(rng, V, E), normal(rng, V, E), put(normal(rng, N, E))
+    fused, alone = (Parameter('table.weight', put(value), put(start.copy())) for _ in range(2))
+    positions = Positions(E, 12, 1.75)
+    ids, at = put(rng.integers(0, V, N).astype(np.int32)), put(rng.integers(0, 12, N).astype(np.int32))
+    step = None if step is None else put(np.array([step]))
+    op, embedding, dropout = EmbeddingPositions(fused, positions, 0.3, 11), Embedding(alone), Dropout(0.3, 11)
+    y, ctx = op.forward(ids, at, step)
+    op.backward(dy, ctx)
+    e, c1 = embedding.forward(ids)
+    want, c2 = positions.forward(e, positions=at)
+    if step is not None:
+        want, c3 = dropout.forward(want, step)
+        dy = dropout.backward(dy, c3)
+    embedding.backward(positions.backward(dy, c2), c1)
+    same(get(y), get(want), 'y')
+    same(get(fused.grad), get(alone.grad), 'd weight')
+    later, _ = op.forward(ids, None, None, first=7)
+    want, _ = positions.forward(embedding.forward(ids)[0][None], 7)
+    same(get(later), get(want)[0], 'all rows at one position')
+
+
+def test_embedding_positions_names_what_is_outside_a_table():
+    op = EmbeddingPositions(parameter('table.weight', np.ones((5, 4), np.float32)), Positions(4, 6))
+    ids, at = np.array([0, 4, 5], np.int32), np.array([0, 5, 6], np.int32)
+    with pytest.raises(ValueError, match=r'embedding_positions_forward: ids\[2\]=5, expected 0 to 4'):
+        op.forward(put(ids), put(at[:1].repeat(3)))
+    with pytest.raises(ValueError, match=r'embedding_positions_forward: positions\[2\]=6, expected 0 to 5'):
+        op.forward(put(ids[:1].repeat(3)), put(at))
+    with pytest.raises(ValueError, match='table: first=6, expected 0 to 5, the last row of the table of positions'):
+        op.forward(put(ids[:1]), first=6)
+    with pytest.raises(ValueError, match='embedding_positions_forward: p=1, expected 0 <= p < 1'):
+        EmbeddingPositions(op.weight, op.encoding, 1.0).forward(put(ids[:1]))
 
 
 @pytest.mark.parametrize('settings,message', [(dict(p=1.0), 'p=1, expected 0 <= p < 1'),
@@ -527,7 +586,7 @@ def test_residual_norm_needs_an_array_for_dbranch_just_if_it_drops(with_dropout)
     expected = 'an array with dropout' if with_dropout else 'NULL without dropout'
     with pytest.raises(ValueError, match=f'residual_norm_backward: dbranch: expected {expected}'):
         launch('residual_norm_backward', x, None if with_dropout else x, row, row, x, x, step, row, row[:2], row[:2],
-               of_work(2, 3), 2, 3, 0.5, 1)
+               of_work(2, 3), 2, 3, 0.5, 1, 0)
 
 
 @pytest.mark.parametrize('C', (1, 3, 64, 333))

@@ -93,7 +93,7 @@ def torch_loss(torch, model, source, target, labels, step):
         if config.halves:
             table = np.concatenate([table[:, 0::2], table[:, 1::2]], 1)
         x = x + torch.tensor(table)[:, None]
-        return x * keep_rows(stack.dropout, x, lengths[side])
+        return x * keep_rows(stack.embedding, x, lengths[side])
 
     source, target, labels = (torch.tensor(a).long() for a in (source, target, labels))
     lengths = dict(encoder=(source != PAD).sum(0), decoder=(labels != PAD).sum(0))
@@ -178,7 +178,7 @@ def test_the_default_size_has_64_parameter_tensors():
 
 
 @pytest.mark.parametrize('pre_norm', [False, True])
-def test_a_sublayer_with_a_norm_behind_it_is_one_kernel_in_each_direction(pre_norm):
+def test_what_follows_the_branch_of_a_sublayer_is_one_kernel_in_each_direction(pre_norm):
     config = Config(50, 61, layers=2, pre_norm=pre_norm, **SMALL)
     model, step = Transformer(config, seed=3), np.array([5])
     with plan.Plan(model.params, step=step) as recorded:
@@ -186,13 +186,10 @@ def test_a_sublayer_with_a_norm_behind_it_is_one_kernel_in_each_direction(pre_no
         model.backward(ctx)
     kernels = collections.Counter(action.kernel for action in recorded.actions)
     sublayers, sides = 10, 2
-    if pre_norm:
-        assert kernels['residual'] == sublayers and kernels['dropout'] == sublayers + 2 * sides
-        assert kernels['layer_norm_forward'] == kernels['layer_norm_backward'] == sublayers + sides
-    else:
-        assert kernels['residual_norm_forward'] == kernels['residual_norm_backward'] == sublayers
-        assert kernels['dropout'] == 2 * sides, 'only of the embeddings'
-        assert not {'residual', 'layer_norm_forward', 'layer_norm_backward'} & set(kernels)
+    assert kernels['residual_norm_forward'] == kernels['residual_norm_backward'] == sublayers
+    assert kernels['layer_norm_forward'] == kernels['layer_norm_backward'] == (sides if pre_norm else 0), 'the first of a side'
+    assert kernels['embedding_positions_forward'] == kernels['embedding_positions_backward'] == sides
+    assert not {'residual', 'dropout', 'embedding_forward', 'embedding_backward', 'column_sums', 'relu_backward'} & set(kernels)
 
 
 # ---- masks ---------------------------------------------------------------------------------------------
@@ -376,8 +373,8 @@ def test_joined_products_of_q_k_and_v_give_the_results_of_three_products(monkeyp
     assert all(part.joined for a in attentions(joined) for part in (a.qkv, a.kv))
     assert abs(joined_loss - loss) <= 1e-6 * abs(loss) and np.abs(grads).max() > 1e-3
     near(joined_grads, grads, 1e-6 * np.abs(grads).max(), 'gradients')
-    # Three products become one and two become one, in forward, dx, dw and db: 4 self-attentions, 2 cross-attentions.
-    assert count - joined_count == (3 + bias) * (2 * 4 + 1 * 2)
+    # Three calls become one and two become one, in forward and in backward: 4 self-attentions, 2 cross-attentions.
+    assert count - joined_count == 2 * (2 * 4 + 1 * 2)
 
 
 def test_a_row_of_weights_that_does_not_end_on_a_cache_line_is_not_joined(monkeypatch):
