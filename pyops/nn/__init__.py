@@ -2,6 +2,7 @@
 from pyops.nn.attention import (
     MultiHeadAttention,
     MultiheadAttention,
+    Transformer,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
@@ -44,8 +45,8 @@ __all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'AdaptiveAvgPool2d', 'AvgPool2d', 'Batc
            'CrossEntropyLoss', 'Dropout', 'Embedding', 'Flatten', 'GRUCell', 'GroupNorm', 'Identity', 'KernelLayer',
            'LSTMCell', 'Layer', 'LayerNorm', 'LayerNorm1d', 'LeakyReLU', 'Linear', 'LogSoftmax', 'MSELoss', 'MaxPool2d',
            'Module', 'ModuleDict', 'ModuleList', 'MultiHeadAttention', 'MultiheadAttention', 'NLLLoss', 'Parameter', 'RNNCell',
-           'ReLU', 'Residual', 'Sequential', 'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh', 'TransformerDecoder',
-           'TransformerDecoderLayer', 'TransformerEncoder', 'TransformerEncoderLayer']
+           'ReLU', 'Residual', 'Sequential', 'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh', 'Transformer',
+           'TransformerDecoder', 'TransformerDecoderLayer', 'TransformerEncoder', 'TransformerEncoderLayer']
 
 
 def __getattr__(name: str) -> object:

@@ -301,3 +301,28 @@ class TransformerDecoder(_Stack):
         return self._run(tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask, tgt_key_padding_mask=tgt_key_padding_mask,
                          memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=tgt_is_causal,
                          memory_is_causal=memory_is_causal, lengths=lengths, memory_lengths=memory_lengths)
+
+
+class Transformer(Layer):
+    """An encoder and a decoder, each with a norm at the end;  src (S, B, d_model), tgt (T, B, d_model) -> (T, B, d_model).
+
+    The sizes and settings are those of the layers, the masks those of TransformerEncoder and TransformerDecoder.
+    """
+
+    def __init__(self, d_model: int = 512, nhead: int = 8, num_encoder_layers: int = 6, num_decoder_layers: int = 6,
+                 dim_feedforward: int = 2048, dropout: float = 0.1, activation: str | Callable[[Tensor], Tensor] = 'relu', *,
+                 layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, bias: bool = True) -> None:
+        settings = d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias
+        self.encoder = TransformerEncoder(TransformerEncoderLayer(*settings), num_encoder_layers,
+                                          LayerNorm(d_model, layer_norm_eps, bias=bias))
+        self.decoder = TransformerDecoder(TransformerDecoderLayer(*settings), num_decoder_layers,
+                                          LayerNorm(d_model, layer_norm_eps, bias=bias))
+
+    def forward_tensors(self, src: Tensor, tgt: Tensor, src_mask: Numbers | None = None, tgt_mask: Numbers | None = None,
+                        memory_mask: Numbers | None = None, src_key_padding_mask: Numbers | None = None,
+                        tgt_key_padding_mask: Numbers | None = None, memory_key_padding_mask: Numbers | None = None,
+                        src_is_causal: bool = False, tgt_is_causal: bool = False, memory_is_causal: bool = False) -> Tensor:
+        memory = self.encoder(src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal)
+        return self.decoder(tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask, tgt_key_padding_mask=tgt_key_padding_mask,
+                            memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=tgt_is_causal,
+                            memory_is_causal=memory_is_causal)

@@ -183,6 +183,9 @@ TABLE = [
     Row('decoders', lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 12, 0.0, norm_first=True), 2),
         lambda t: t.TransformerDecoder(t.TransformerDecoderLayer(8, 2, 12, 0.0, norm_first=True), 2),
         (normal(5, 3, 8), normal(4, 3, 8))),
+    Row('transformer', lambda: nn.Transformer(8, 2, 1, 2, 12, 0.0, batch_first=True),
+        lambda t: t.Transformer(8, 2, 1, 2, 12, 0.0, batch_first=True), (normal(3, 5, 8), normal(3, 4, 8)),
+        dict(tgt_mask=~MASK[:4, :4], src_key_padding_mask=PADDING, memory_key_padding_mask=PADDING)),
 ]
 
 
