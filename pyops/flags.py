@@ -165,7 +165,7 @@ def add_quant_flags(parser, default):
     default: the recipe without --quant, for --help."""
     group = parser.group('number formats')
     group.add_argument('--quant', type=_recipe, metavar='RECIPE',
-                       help='quantize the operands of matrix products to hifp8, mxfp8, mxfp4, bf16 or fp16; or some '
+                       help='quantize the operands of matrix products to a format such as hifp8, mxfp8, nvfp4 or bf16; or some '
                        'operands, as operand=format separated by commas: fwd=mxfp8,dgrad.g=hifp8,attention=none; see '
                        f'docs/quantization.md (default: {default})')
     group.add_argument('--quant-layers', metavar='PATTERN',

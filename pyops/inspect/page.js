@@ -265,7 +265,11 @@ function resolve(chosen) {
 // Several tensors can share layer, role and step: time steps of a GRU, runs saved to one folder, ranks in subfolders or names.
 const runOf = tensor => `${tensor.folder}.${tensor.run}`;
 const instanceOf = tensor => [runOf(tensor), tensor.place, tensor.time ?? ''].join('.');
-const copyOf = tensor => `${instanceOf(tensor)}.${tensor.nth}`;
+
+function copyOf(tensor) {
+  const {place, time, nth} = tensor, last = time === null ? `n${nth}` : nth ? `t${time}.${nth}` : `t${time}`;
+  return [runOf(tensor), ...place ? [place] : [], last].join('.');
+}
 
 // The subfolder, the run if there are several, and the tags of a tensor.
 function placeOf(tensor) {

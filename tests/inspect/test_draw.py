@@ -249,7 +249,7 @@ EDGES = {
 @pytest.mark.filterwarnings('error')
 def test_any_tensor_is_drawn(name, tmp_path):
     x, more = EDGES[name]
-    fmts = [formats.parse(text) for text in ('mxfp4:scale=even', 'hifp8')]
+    fmts = [formats.parse(text) for text in ('mxfp4:scale=even', 'hifp8', 'nvfp4:block=2x16')]
     tensor = tensors.analyse(entry_of(x.shape, **more), x.astype(np.float32), None, fmts)
     with style.look():
         for kind, function in tensors.DRAW.items():
@@ -303,6 +303,21 @@ def test_small_text_is_legible_and_the_colours_of_roles_are_of_no_format():
         for function in tensors.DRAW.values():
             for text in function(tensor).figure.findobj(Text):
                 assert not text.get_text().strip(style.SQUARE) or colours.contrast(to_hex(text.get_color())) >= 4.5, text
+
+
+def test_boxes_stay_visible_beside_far_outliers():
+    x = 1e-6 * RNG.standard_normal((64, 48)).astype(np.float32)
+    x[3, 5], x[40, 30] = 0.05, -0.02                                # as in gradients
+    tensor = tensors.analyse(entry_of(x.shape, name='grad_input', operation='backward'), x, None, [])
+    with style.look():
+        sheet = tensors.draw_distribution(tensor)
+        texts = texts_of(sheet)
+    from matplotlib.collections import PolyCollection
+    (axes, bodies), = ((axes, part.get_paths()) for axes in sheet.figure.axes for part in axes.collections
+                       if type(part) is PolyCollection)
+    low, high = axes.get_ylim()
+    assert all(np.ptp(path.vertices[:, 1]) > (high - low) / 60 for path in bodies) and len(bodies) == 13
+    assert 'value, asinh scale' in texts and {'0.01', '0.0001'} <= set(texts)
 
 
 def test_errors_of_a_coarse_format_do_not_hide_those_of_a_fine_one():

@@ -282,6 +282,13 @@ def _draw_boxes(axes, tensor, color):
     boxes = tensor.boxes if len(tensor.boxes) > 2 else tensor.boxes[:1]
     if not boxes:
         return _nothing(axes, 'no finite value')
+    # outliers far beyond the whiskers would leave the boxes a line: asinh is linear up to the largest box, then logarithmic
+    size = max(max(abs(box.q1), abs(box.q3)) for box in boxes)
+    reach = max(max(np.abs(box.outliers).max(initial=0), abs(box.low), abs(box.high)) for box in boxes)
+    is_wide = 0 < 30 * size < reach
+    if is_wide:
+        boxes = [numbers.Box(box.label, *np.arcsinh(np.array([box.low, box.q1, box.median, box.q3, box.high]) / size).tolist(),
+                             np.arcsinh(box.outliers / size)) for box in boxes]
     lines, medians, bodies = [], [], []
     for i, box in enumerate(boxes):
         bodies.append([(i - 0.32, box.q1), (i + 0.32, box.q1), (i + 0.32, box.q3), (i - 0.32, box.q3)])
@@ -298,7 +305,13 @@ def _draw_boxes(axes, tensor, color):
               markeredgewidth=0)
     axes.autoscale_view()
     axes.set_xlim(-0.6, len(boxes) - 0.4) if len(boxes) > 1 else axes.set_xlim(-2, 2)
-    style.scale(axes, 'y', 'value', most=5)
+    if is_wide:
+        decades = range(math.floor(math.log10(reach)), math.ceil(math.log10(size)) - 1, -1)
+        powers = [10.0 ** exponent for exponent in decades[::-(-len(decades) // 3)]]
+        ticks = [*(-power for power in powers), 0.0, *powers[::-1]]
+        style.scale(axes, 'y', 'value, asinh scale', [math.asinh(tick / size) for tick in ticks], [*map(style.number, ticks)])
+    else:
+        style.scale(axes, 'y', 'value', most=5)
     labels = [box.label for box in boxes]
     crowded = sum(map(len, labels)) * 0.085 > axes.inches[2] * 0.85
     style.scale(axes, 'x', tensor.boxes_of if len(boxes) > 1 else '', range(len(boxes)), labels, grid=False,
