@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FORMATS = ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
 MORE_FORMATS = ('mxfp6', 'mxint8', 'nvfp4', 'fp8', 'int8', 'int4')
-ELEMENTS = ('e4m3', 'e5m2', 'e2m1', 'e3m2', 'e2m3')         # elements of block formats; on their own: casts without a scale
+ELEMENTS = ('e4m3', 'e5m2', 'e2m1', 'e3m2', 'e2m3')         # of block formats; on their own: casts without a scale
 
 # in the order of pyops.h
 _NUMBERS = ('hifp8', 'e4m3', 'e5m2', 'e2m1', 'bf16', 'fp16', 'e3m2', 'e2m3', 'mxint8', 'int8', 'int4')

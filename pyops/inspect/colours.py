@@ -6,7 +6,8 @@ import zlib
 
 FORMATS = {'fp32': '#7f7f7f', 'bf16': '#0072b2', 'fp16': '#56b4e9', 'hifp8': '#d55e00', 'mxfp8': '#009e73',
            'mxfp4': '#cc79a7', 'e4m3': '#009e73', 'e5m2': '#009e73', 'e2m1': '#cc79a7', 'e3m2': '#e69f00', 'e2m3': '#e69f00',
-           'mxfp6': '#e69f00', 'mxint8': '#a08a3c', 'nvfp4': '#b5379a', 'fp8': '#2ca58d', 'int8': '#a0522d', 'int4': '#c0504d'}
+           'mxfp6': '#e69f00', 'mxint8': '#a08a3c', 'nvfp4': '#b5379a', 'fp8': '#2ca58d', 'int8': '#a0522d',
+           'int4': '#c0504d'}
 
 
 def of(fmt):
