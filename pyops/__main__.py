@@ -7,6 +7,7 @@ python -m pyops serve CKPT                  translations over HTTP
 python -m pyops gradcheck [OP ...]          gradients of ops against central differences, all ops by default
 python -m pyops inspect ...                 saved tensors: draw, serve, compare
 python -m pyops export ...                  a checkpoint in the format of another program
+python -m pyops exercises list|start|check  ops and kernels to complete, with their gradient checks
 """
 import argparse
 import os.path
@@ -29,7 +30,7 @@ def main(arguments=None):
 
 def parser():
     # imported here so that exits_cleanly can name a missing package in one line
-    from pyops import doctor
+    from pyops import doctor, exercises
     from pyops.export import command as export
     from pyops.flags import ArgumentParser
     from pyops.inspect import command
@@ -51,6 +52,7 @@ def parser():
     check.set_defaults(run=gradcheck)
     command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare'))
     serve.add_flags(commands.add_parser('serve', help='translate with a checkpoint over HTTP'))
+    exercises.add_commands(commands.add_parser('exercises', help='ops and kernels to complete, with their gradient checks'))
     export.add_commands(commands.add_parser('export', help='write a checkpoint in the format of another program'))
     return p
 
