@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated lowered emulator conformance test-emulated lint format emulated-asan emulated-tsan ladder venv demo test test-all asan bench quality gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format emulated-asan emulated-tsan ladder venv demo test test-all asan bench quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -136,6 +136,12 @@ $(EMULATED_BUILD)/%.o: cuda/%.cu Makefile
 build/emulator/%.o: cuda/emu/%.cpp Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) -Wextra -O2 -c -o $@ $<
+
+# Without prerequisites: it links the objects of `make emulated`, whatever their age.
+exercise: ## for `pyops exercises`: the emulated library with FILE in place of cuda/NAME.cu, as OUT/exercise.so
+	@$(EMULATED_CXX) -O1 -x c++ -c -o $(OUT)/exercise.o $(FILE)
+	@$(CXX) -shared -o $(OUT)/exercise.so $(filter-out $(EMULATED_BUILD)/$(NAME).o,$(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o)) $(OUT)/exercise.o \
+	    $(EMULATOR) $(EMULATED_LIBS)
 
 # Steps of optimising a matrix product: timed on a GPU, checked on the emulator.
 LADDER_SIZE ?= 8192 8192 8192

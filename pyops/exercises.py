@@ -2,8 +2,8 @@
 
 An exercise is made from the source of an op: the class without the bodies of forward and backward, or the prototypes and
 formulas of its kernels in pyops.h.  `check` runs the gradient check of the op on the learner's file.  The formula it compares
-with is the op's own reference.  Kernels in C are compiled alone, and replace the library's kernels in a process of their own,
-which may crash.
+with is the op's own reference.  Kernels in C are compiled alone, and replace the library's kernels; a file in CUDA is linked
+into the emulated library in place of the original.  Both run in a process of their own, which may crash.
 """
 import ast
 import contextlib
@@ -34,11 +34,8 @@ HELPERS = 'launch_forward', 'launch_backward', 'weights'                # and th
 class Exercise(NamedTuple):
     op: str             # name of the op, as for `pyops gradcheck`
     text: str
-    kernels: tuple = () # of an exercise in C
-
-    @property
-    def suffix(self):
-        return '.c' if self.kernels else '.py'
+    kernels: tuple = () # of an exercise in C or CUDA
+    suffix: str = '.py'
 
 
 EXERCISES = {
@@ -49,9 +46,12 @@ EXERCISES = {
     'cross_entropy': Exercise('cross_entropy', 'the loss of a classifier, with masked rows'),
     'gru': Exercise('gru', 'a recurrent layer over a whole sequence; backpropagation through time'),
     'attention': Exercise('attention', 'multi-head attention with masks'),
-    'relu-c': Exercise('relu', 'the two kernels of relu in C', ('relu_forward', 'relu_backward')),
-    'softmax-c': Exercise('softmax', 'the two kernels of softmax in C', ('softmax_forward', 'softmax_backward')),
-    'layer_norm-c': Exercise('layer_norm', 'the two kernels of layer norm in C', ('layer_norm_forward', 'layer_norm_backward')),
+    'relu-c': Exercise('relu', 'the two kernels of relu in C', ('relu_forward', 'relu_backward'), '.c'),
+    'softmax-c': Exercise('softmax', 'the two kernels of softmax in C', ('softmax_forward', 'softmax_backward'), '.c'),
+    'layer_norm-c': Exercise('layer_norm', 'the two kernels of layer norm in C', ('layer_norm_forward', 'layer_norm_backward'),
+                             '.c'),
+    'cross_entropy-cuda': Exercise('cross_entropy', 'the two kernels of cross entropy in CUDA, on the emulator',
+                                   ('cross_entropy_forward', 'cross_entropy_backward'), '.cu'),
 }
 
 
@@ -66,7 +66,7 @@ class Check(NamedTuple):
 def text_of(name, blank=True):
     """Return the text of the file to complete.  blank False: the solution, for an exercise in Python."""
     exercise = EXERCISES[name]
-    return _c_text(name, exercise) if exercise.kernels else _python_text(name, exercise, blank)
+    return _kernels_text(name, exercise) if exercise.kernels else _python_text(name, exercise, blank)
 
 
 def _op_of(exercise):
@@ -116,26 +116,40 @@ def _needed(code, others):
     return [segment for _, segment in sorted(set(chosen.values()))]
 
 
-def _c_text(name, exercise):
-    header = (PACKAGE / 'pyops.h').read_text()
+def _kernels_text(name, exercise):
+    header, is_cuda = (PACKAGE / 'pyops.h').read_text(), exercise.suffix == '.cu'
+    includes = re.findall('^#include.*', _cuda_source(exercise).read_text(), re.M) if is_cuda else ['#include "pyops.h"']
     parts = [f'/* Exercise {name}: {exercise.text}.\n *\n * Complete the functions, then run: python -m pyops exercises check '
-             f'{name} DIR\n */\n#include "pyops.h"']
+             f'{name} DIR\n */\n' + '\n'.join(includes)]
     for kernel in exercise.kernels:
         prototype = re.search(rf'^PYOPS_API (pyops_status pyops_{kernel}\([^)]*\));', header, re.M)
         before = header[:prototype.start()]
         comment = before[before.rindex('/*'):before.rindex('*/') + 2]
         if comment not in parts:
             parts.append(comment)
-        parts.append(f'{prototype[1]} {{\n    return PYOPS_DEVICE_ERROR;          /* not written yet */\n}}')
+        linkage, failed = '', 'PYOPS_DEVICE_ERROR'
+        if is_cuda:
+            linkage, failed = 'extern "C" ', f'pyops_fail(PYOPS_DEVICE_ERROR, "{kernel}: not written yet")'
+        parts.append(f'{linkage}{prototype[1]} {{\n    return {failed};\n}}')
     return '\n\n'.join(parts) + '\n'
+
+
+def _cuda_source(exercise):
+    """Return the path of the original file.  UserError without the source tree or the objects of the emulated library."""
+    path = PACKAGE.parent / 'cuda' / f'{exercise.op}.cu'
+    if not path.exists() or not (PACKAGE.parent / 'build/emulated' / f'{exercise.op}.o').exists() or not shutil.which('make'):
+        raise UserError('exercises: CUDA needs the source tree and its objects for the emulator: run `make emulated` there')
+    return path
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------------
 
 def checks_of(name, path):
-    """Return the Checks of the learner's file."""
+    """Return the Checks of the learner's file.  Kernels in CUDA must be in the loaded library."""
     from pyops import backend
     exercise = EXERCISES[name]
+    if exercise.suffix == '.cu':
+        return _checks(_op_of(exercise), path)
     with backend.on(backend.HOST), tempfile.TemporaryDirectory() as folder:
         if exercise.kernels:
             library, error = _compiled(path, Path(folder))
@@ -148,6 +162,29 @@ def checks_of(name, path):
         except Exception as error:
             return [Check('import', False, _line(error, path))]
         return _checks(attempt, path)
+
+
+def kernel_checks_of(name, path):
+    """Return the Checks of kernels, in a process of their own."""
+    exercise = EXERCISES[name]
+    if exercise.suffix == '.c':
+        return _in_a_process(name, path)
+    _cuda_source(exercise)
+    with tempfile.TemporaryDirectory() as folder:
+        file = shutil.copy(path, Path(folder) / 'exercise.cu')
+        command = ['make', '-s', '-C', PACKAGE.parent, 'exercise', f'FILE={file}', f'OUT={folder}', f'NAME={exercise.op}']
+        environment = {name: value for name, value in os.environ.items() if name not in ('MAKEFLAGS', 'MAKELEVEL', 'MFLAGS')}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment | {'LC_ALL': 'C'})
+        if done.returncode:
+            return [Check('compile', False, _first_error(done.stderr).replace(str(file), path.name))]
+        return _in_a_process(name, path, PYOPS_BACKEND='gpu', PYOPS_EMULATE_CUDA='1', PYOPS_SYNC='1',
+                             PYOPS_CUDA_LIBRARY=str(Path(folder) / 'exercise.so'))
+
+
+def _first_error(text):
+    """Return the first error in the messages of a compiler."""
+    errors = [line for line in text.splitlines() if ' error: ' in line or 'undefined reference' in line]
+    return printable((errors or text.splitlines() or ['the compiler failed'])[0])
 
 
 def _checks(op, path):
@@ -174,6 +211,7 @@ def _overwritten(op):
     changed."""
     import numpy as np
 
+    from pyops.backend import get, put
     from pyops.ops.array import ArrayOp
     from pyops.params import Parameter
     if issubclass(op, ArrayOp):                         # no parameters; dy is an NDArray, whose changes autograd detects
@@ -183,19 +221,19 @@ def _overwritten(op):
     def normal(*shape):
         return draw.standard_normal(shape).astype(np.float32)
     inputs, named = op.example(normal)
-    parameters = {name: Parameter(name, value, normal(*value.shape)) for name, value in named.items()
+    parameters = {name: Parameter(name, put(value), put(normal(*value.shape))) for name, value in named.items()
                   if isinstance(value, np.ndarray)}
-    before = {name: p.grad.copy() for name, p in parameters.items()}
+    before = {name: get(p.grad).copy() for name, p in parameters.items()}
     instance = op(**{**named, **parameters})
-    y, ctx = instance.forward(*inputs)
-    dy = normal(*y.shape)
-    given = dy.copy()
+    y, ctx = instance.forward(*map(put, inputs))
+    given = normal(*y.shape)
+    dy = put(given.copy())
     instance.backward(dy, ctx)
-    once = {name: p.grad.copy() for name, p in parameters.items()}
+    once = {name: get(p.grad).copy() for name, p in parameters.items()}
     instance.backward(dy, ctx)
     wrong = [f'{name}: backward must add to the gradient of a parameter, not overwrite it' for name, p in parameters.items()
-             if not np.allclose(p.grad, 2 * once[name] - before[name], rtol=1e-4, atol=1e-4)]
-    return wrong + ['dy: backward must not change it'] * (not np.array_equal(dy, given))
+             if not np.allclose(get(p.grad), 2 * once[name] - before[name], rtol=1e-4, atol=1e-4)]
+    return wrong + ['dy: backward must not change it'] * (not np.array_equal(get(dy), given))
 
 
 def _loaded(path, op):
@@ -218,8 +256,7 @@ def _compiled(path, folder):
     command = [compiler, '-std=gnu11', '-O2', '-fPIC', '-shared', '-fopenmp', f'-I{PACKAGE}', '-o', target, path, '-lm']
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {'LC_ALL': 'C'})
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if ' error: ' in line or 'undefined reference' in line]
-        return None, printable((errors or done.stderr.splitlines() or ['the compiler failed'])[0])
+        return None, _first_error(done.stderr)
     from pyops.backend import library
     return library.cpu().ffi.dlopen(str(target)), ''
 
@@ -253,11 +290,11 @@ def _line(error, path):
     return text + where
 
 
-def _in_a_process(name, path):
-    """Return checks_of in a new process, which a kernel may crash."""
+def _in_a_process(name, path, **variables):
+    """Return checks_of in a new process with these environment variables, which a kernel may crash."""
     program = ('import json, sys; from pathlib import Path; from pyops.exercises import checks_of; '
                'print(json.dumps(checks_of(sys.argv[1], Path(sys.argv[2]))))')
-    environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(PACKAGE.parent), *sys.path])}
+    environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(PACKAGE.parent), *sys.path])} | variables
     done = subprocess.run([sys.executable, '-c', program, name, str(path)], env=environment, capture_output=True, text=True)
     if done.returncode < 0:
         return [Check('run', False, f'the kernels crashed: {signal.Signals(-done.returncode).name}')]
@@ -310,7 +347,7 @@ def check(options):
     if not path.is_file():
         raise UserError(f'{printable(path)}: there is no such file; write it with: python -m pyops exercises start '
                         f'{options.name} {printable(options.folder)}')
-    checks = (_in_a_process if EXERCISES[options.name].kernels else checks_of)(options.name, path)
+    checks = (kernel_checks_of if EXERCISES[options.name].kernels else checks_of)(options.name, path)
     passed = all(check.passed for check in checks)
     if options.json:
         print(json.dumps({'exercise': options.name, 'file': str(path), 'passed': passed,

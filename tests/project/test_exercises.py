@@ -3,13 +3,14 @@ import json
 import shutil
 
 import pytest
+from conftest import ROOT
 
 from pyops import exercises
 from pyops.__main__ import main
 from pyops.exercises import EXERCISES, checks_of, text_of
 
 IN_PYTHON = [name for name, exercise in EXERCISES.items() if not exercise.kernels]
-IN_C = [name for name in EXERCISES if name not in IN_PYTHON]
+IN_C = [name for name, exercise in EXERCISES.items() if exercise.suffix == '.c']
 has_compiler = pytest.mark.skipif(not any(map(shutil.which, ('gcc', 'clang', 'cc'))), reason='compiles C: install gcc or clang')
 
 # The library's kernels need the rest of the library; these are plain loops.
@@ -84,7 +85,7 @@ def _wrong(*arguments):
 def c_solution(name):
     text = text_of(name).replace('#include "pyops.h"', '#include <math.h>\n#include "pyops.h"')
     for body in SOLUTIONS[name]:
-        text = text.replace('return PYOPS_DEVICE_ERROR;          /* not written yet */', body + '    return PYOPS_OK;', 1)
+        text = text.replace('return PYOPS_DEVICE_ERROR;', body + '    return PYOPS_OK;', 1)
     return text
 
 
@@ -120,6 +121,25 @@ def test_kernels_in_c_pass_and_blank_or_wrong_ones_fail(name, tmp_path):
     passed, message = checked(name, solution.replace(right, wrong), tmp_path)
     assert not passed and 'd x' in message
     assert checked('relu', text_of('relu', blank=False), tmp_path)[0]              # the library's kernels are back
+
+
+@pytest.mark.skipif(not (ROOT / 'build/emulated/cross_entropy.o').exists() or not shutil.which('make'),
+                    reason='links the objects of the emulated library: run `make emulated`')
+def test_a_file_in_cuda_replaces_the_original_in_the_emulated_library(tmp_path):
+    def outcome(text):
+        path = tmp_path / 'cross_entropy.cu'
+        path.write_text(text)
+        found = exercises.kernel_checks_of('cross_entropy-cuda', path)
+        return all(check.passed for check in found), '\n'.join(check.message for check in found)
+    original, blank = (ROOT / 'cuda/cross_entropy.cu').read_text(), text_of('cross_entropy-cuda')
+    assert outcome(original) == (True, '\n' * len(exercises.SEEDS))
+    passed, message = outcome(blank)
+    assert not passed and 'RuntimeError: cross_entropy_forward: not written yet' in message and '__global__' not in blank
+    assert original.count('masked ? 0.0f : factor') == 1
+    passed, message = outcome(original.replace('masked ? 0.0f : factor', 'masked ? 0.0f : 1.01f * factor'))
+    assert not passed and 'd x' in message
+    passed, message = outcome(blank.replace('return pyops_fail', 'return nothing + pyops_fail', 1))
+    assert not passed and message.startswith('cross_entropy.cu:') and 'nothing' in message
 
 
 def test_a_gradient_that_is_overwritten_and_a_changed_dy_are_found(tmp_path):
