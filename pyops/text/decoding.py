@@ -272,7 +272,7 @@ class Beams:
         self.search, self.t = search, 0
         self.ids, self.open = np.arange(B), np.ones(B, bool)
         self.sums = np.zeros((1, B))                            # log probability of each hypothesis; NaN: an unused place
-        self.tokens = np.zeros((search.max_len, 1, B), np.int32)
+        self.tokens = np.zeros((0, 1, B), np.int32)             # (t, beam, B)
         self.places = np.full(B, search.beam)                   # those without a finished hypothesis
         self.finished = [[] for _ in range(B)]                  # by sentence: (is_cut, -score, order, tokens)
 
@@ -297,8 +297,7 @@ class Beams:
         parent = best // k                                      # (B, beam)
         live = ~np.isnan(sums) & (np.arange(beam) < self.places[:, None]) & self.open[:, None]
 
-        self.tokens = np.take_along_axis(self.tokens, parent.T[None], 1)
-        self.tokens[self.t] = word.T
+        self.tokens = np.concatenate([np.take_along_axis(self.tokens, parent.T[None], 1), word.T[None]], dtype=np.int32)
         self.t += 1
         is_cut = live & (word != EOS) & self._repeats().T
         ends = live & ((word == EOS) | is_cut | (self.t == self.search.max_len))

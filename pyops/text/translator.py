@@ -91,10 +91,10 @@ def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translat
     vocabularies = restore(state['vocabularies'])
     model = importlib.import_module(f'{program}.translate').build(settings, *map(len, vocabularies))
     rounding = model.config.ops.check() if settings.get('quant', 'none') != 'none' else None
-    packs = settings.get('compute', 'float32') != 'float32'
-    fit.restore(model.params, None, found.tensors, found.path, model.config.ops.names if packs else ())
+    packs, tensors = settings.get('compute', 'float32') != 'float32', found.tensors or {}
+    fit.restore(model.params, None, tensors, found.path, model.config.ops.names if packs else ())
     if packs:
-        model.config.ops.pack(model.params, {name.removeprefix('parameter/'): tensor for name, tensor in found.tensors.items()})
+        model.config.ops.pack(model.params, {name.removeprefix('parameter/'): tensor for name, tensor in tensors.items()})
     source, target = vocabularies
     return Translator(model, source, target, found.path, state, found.warnings, rounding)
 
