@@ -384,6 +384,18 @@ def test_sentences_that_have_ended_are_dropped_without_a_change(trained, monkeyp
         assert np.allclose([found.score for found in one], [found.score for found in other], rtol=1e-6)
 
 
+@on_the_cpu                     # a GPU copies
+def test_keys_that_are_copied_give_the_hypotheses_of_keys_that_are_indexed(trained, monkeypatch):
+    """Copies are for a GPU and for rounded attention."""
+    translator, corpus = trained
+    source, search = source_of(translator, corpus, range(0, 512, 13)), Search(9, 4, 2)
+    indexed = BeamDecoder(translator.model, search)(source)
+    monkeypatch.setattr('transformer.model.has_step', lambda attention: False)
+    for one, other in zip(BeamDecoder(translator.model, search)(source), indexed, strict=True):
+        assert [found.tokens.tolist() for found in one] == [found.tokens.tolist() for found in other]
+        assert np.allclose([found.score for found in one], [found.score for found in other], rtol=1e-5)
+
+
 def test_translate_returns_the_n_best_texts_in_the_order_of_the_sentences(trained):
     translator, corpus = trained
     texts = [text for text, _ in corpus.texts()][:20]
