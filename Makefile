@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format emulated-asan emulated-tsan ladder venv demo test test-all asan bench quality gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format emulated-asan emulated-tsan ladder venv demo site test test-all asan bench quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -214,6 +214,13 @@ DEMO_EPOCHS ?= 6
 demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then translate ten unseen sentences
 	.venv/bin/python -m seq2seq.train -f embedded -e $(DEMO_EPOCHS) -c demo
 	.venv/bin/python -m seq2seq.translate -f embedded -c demo --test 10
+
+.venv/site-ready: .venv/ready
+	.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[site]'
+	touch $@
+
+site: .venv/site-ready ## build a web site of docs/ with an API reference, in build/site; it needs no network and no server
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict -q
 
 # Tests run in one process per core.  WORKERS=0 runs them in a single process, for debuggers.
 WORKERS ?= $(CORES)
