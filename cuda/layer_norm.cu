@@ -163,10 +163,10 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------
-// Resident blocks per multiprocessor: fewer, with more registers each, if a lane has more floats of a row.
+// Resident blocks per multiprocessor: fewer, with more registers each, if a lane has more floats of a row, or a row has a block.
 static constexpr int MOST_RESIDENT = 5;
 template <class S> static constexpr int RESIDENT = S::HELD == 0 ? (S::WIDTH > 4 ? 3 : 4)
-    : S::HELD <= 4                                              ? MOST_RESIDENT
+    : S::HELD <= 4                                              ? (S::LANES == THREADS ? 4 : MOST_RESIDENT)
     : S::HELD <= 8                                              ? 3
                                                                 : 2;
 

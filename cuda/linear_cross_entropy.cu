@@ -7,8 +7,8 @@
 //   logits      tiles of x_valid weight' + bias; per row and tile: maximum, sum of exponentials, sum of logit - maximum
 //   row_losses  per row, from these: maximum, sum of exponentials, loss; the last block to finish computes the mean of the
 //               losses, summed in order
-//   dx          tiles of dlogits weight, whose rows are scattered; if there are few tiles, each is split into parts of the
-//               vocabulary, and the last of their blocks to finish sums the parts, in order
+//   dx          tiles of dlogits weight; if there are few tiles, each is split into parts of the vocabulary
+//   add_parts   sums the parts, in order, and scatters the rows to dx: a kernel of its own, since dx has no registers left
 //   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias
 //
 //                   V, in tiles of 128               dlogits[p,v] = scale * (exp(logits[p,v] - max[p]) / sum[p] - target[p,v])
@@ -81,7 +81,7 @@ struct Call {                                           // arguments of all kern
     int64_t R, D, V, ldx, ldv, tiles;                   // tiles: number of tiles along the vocabulary
     int64_t first, chunk;                               // the current chunk: rows first <= p < first + chunk
     int64_t splits, part;                               // dx: number of parts of the vocabulary, and words per part
-    unsigned *tickets;                                  // one for each tile of dx
+    unsigned *ticket;                                   // of row_losses
     float smoothing;
     bool weight16;                                      // weight can be copied 16 bytes at a time
 
@@ -166,7 +166,7 @@ template <int N> DEVICE void write_mean_loss(float *loss, const Call &c) {
 static __global__ void __launch_bounds__(THREADS) row_losses(float *loss, Call c) {
     const int64_t m = blockIdx.x * int64_t(THREADS / 32) + threadIdx.x / 32;
     if (m < c.rows()) row_loss(c, m);
-    if (loss && block_arrives_last(c.tickets, gridDim.x)) write_mean_loss<THREADS>(loss, c);
+    if (loss && block_arrives_last(c.ticket, gridDim.x)) write_mean_loss<THREADS>(loss, c);
 }
 
 static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, Call c) { write_mean_loss<SUM_THREADS>(loss, c); }
@@ -262,12 +262,13 @@ template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradi
         float *const to = c.splits > 1 ? c.parts + (split * c.chunk + m0 + m) * c.D : c.dx + c.position[c.first + m0 + m] * c.D;
         to[d0 + n] = sum;
     });
-    if (c.splits == 1 || !block_arrives_last(c.tickets + tile, c.splits)) return;
-    T::each(shared, [&](int m, int n, float) {
-        if (m0 + m >= rows || d0 + n >= c.D) return;
-        const float *const part = c.parts + (m0 + m) * c.D + d0 + n;
-        c.dx[c.position[c.first + m0 + m] * c.D + d0 + n] = sum_of_parts(part, c.splits, c.chunk * c.D);
-    });
+}
+
+// One block per THREADS columns of a row.
+static __global__ void __launch_bounds__(THREADS) add_parts(Call c, unsigned blocks_a_row) {
+    const int64_t m = blockIdx.x / blocks_a_row, d = blockIdx.x % blocks_a_row * int64_t(THREADS) + threadIdx.x;
+    if (m >= c.rows() || d >= c.D) return;
+    c.dx[c.position[c.first + m] * c.D + d] = sum_of_parts(c.parts + m * c.D + d, c.splits, c.chunk * c.D);
 }
 
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
@@ -358,6 +359,8 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
         if (c.R && c.dx) {
             launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream, c, tiles_m,
                                tiles_d);
+            const unsigned blocks_a_row = grid(blocks_for<int64_t>(c.D, THREADS));
+            if (c.splits > 1) launches << LAUNCH(add_parts, grid(c.chunk * blocks_a_row), THREADS, 0, stream, c, blocks_a_row);
         }
         if (c.dx)
             launches << LAUNCH(dweight<P>, grid(c.tiles * tiles_d), TileDweight::THREADS, TileDweight::BYTES, stream, c,
@@ -479,8 +482,8 @@ extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, 
     if (status) return status;
     PYOPS_REQUIRE(is_bf16(x) || !is_bf16(weight), "%s: weight is bfloat16 and x float32, expected one type", who);
     Call c = {};
-    c.dweight = dweight, c.dbias = dbias, c.dloss = dloss, c.valid = valid, c.tickets = pyops_tickets();
-    if (!c.tickets) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for counters", who);
+    c.dweight = dweight, c.dbias = dbias, c.dloss = dloss, c.valid = valid, c.ticket = pyops_tickets();
+    if (!c.ticket) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for counters", who);
     c.weight = elements<float>(weight), c.bias = bias, c.labels = labels, c.smoothing = smoothing;
     c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
     work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));

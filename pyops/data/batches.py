@@ -68,7 +68,7 @@ def pack_pairs(source: tuple[Array, Array], labels: tuple[Array, Array], rows: A
              for name, total in (('source', source_total), ('target', target_total))]
     ids = backend.empty(target_total, np.int32, 'labels')
     backend.launch('pack_pairs', *sides[0], *sides[1], ids, *source, *labels, rows, N, B, source_total, target_total, first)
-    return PackedPairs(*sides, ids)
+    return PackedPairs(sides[0], sides[1], ids)
 
 
 def pack_ids(table: Array, starts: Array, rows: Array, total: int, first: int = -1, name: str = 'ids') -> Array:
