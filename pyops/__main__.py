@@ -77,7 +77,7 @@ def gradcheck(options):
     from pyops.differences import check_op, every_op, find_op
     ops = [find_op(name) for name in options.ops] or every_op()
     if None in ops:
-        raise UserError(f'{options.ops[ops.index(None)]}: there is no such op; want one of: '
+        raise UserError(f'{options.ops[ops.index(None)]}: there is no such op; expected one of: '
                         f'{", ".join(op.__name__ for op in every_op())}')
     wrong = []
     for op in ops:

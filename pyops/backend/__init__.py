@@ -133,9 +133,9 @@ def axes(name, array, names):
     """Return the shape of an array with the named axes, such as 'T B I'.  TypeError if it is not an array, ValueError for
     a different number of axes; both name the argument."""
     if not is_array(array):
-        raise TypeError(f'{name}: want an array, got {type(array).__name__}')
+        raise TypeError(f'{name}: expected an array, got {type(array).__name__}')
     if array.ndim != len(names.split()):
-        raise ValueError(f'{name}: want shape ({", ".join(names.split())}), got {array.shape}')
+        raise ValueError(f'{name}: expected shape ({", ".join(names.split())}), got {array.shape}')
     return array.shape
 
 
@@ -153,9 +153,9 @@ def check(name, array, shape, dtype=np.float32):
     several dtypes."""
     _check_dtype(name, array, dtype)
     if not is_contiguous(array):
-        raise TypeError(f'{name}: want a C-contiguous array, got shape {array.shape} with strides {array.strides}; copy it')
+        raise TypeError(f'{name}: expected a C-contiguous array, got shape {array.shape} with strides {array.strides}; copy it')
     if array.shape != tuple(shape):
-        raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
+        raise ValueError(f'{name}: expected shape {tuple(shape)}, got {array.shape}')
 
 
 def check_rows(name, array, shape, dtype=np.float32):
@@ -163,7 +163,7 @@ def check_rows(name, array, shape, dtype=np.float32):
     of a larger array.  Return the distance in elements."""
     _check_dtype(name, array, dtype)
     if array.shape != tuple(shape):
-        raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
+        raise ValueError(f'{name}: expected shape {tuple(shape)}, got {array.shape}')
     *rows, D = array.shape
     if is_contiguous(array):
         return D
@@ -177,7 +177,7 @@ def check_rows(name, array, shape, dtype=np.float32):
         count *= n
     distance = D if distance is None else distance
     if distance < D or (D > 1 and column != 1):
-        raise TypeError(f'{name}: want contiguous rows at equal distances, got shape {array.shape} with strides '
+        raise TypeError(f'{name}: expected contiguous rows at equal distances, got shape {array.shape} with strides '
                         f'{array.strides}; copy it')
     return distance
 
@@ -187,8 +187,8 @@ def _check_dtype(name, array, dtype):
         return
     expected = ' or '.join(map(dtype_name, dtype if dtype is REAL else [dtype]))
     if not is_array(array):
-        raise TypeError(f'{name}: want a {expected} array, got {type(array).__name__}')
-    raise TypeError(f'{name}: want dtype {expected}, got {dtype_name(array.dtype)}')
+        raise TypeError(f'{name}: expected a {expected} array, got {type(array).__name__}')
+    raise TypeError(f'{name}: expected dtype {expected}, got {dtype_name(array.dtype)}')
 
 
 def check_kept(saved):
@@ -219,7 +219,7 @@ def gemm(c, a, b, bias=None, accumulate=False, relu=False):
         raise ValueError(f'gemm: c {c.shape}, a {a.shape} and b {b.shape} do not fit')
     row, column = element_strides(c)
     if M and N > 1 and column != 1:
-        raise ValueError(f'gemm: c: want contiguous rows, got strides {c.strides}')
+        raise ValueError(f'gemm: c: expected contiguous rows, got strides {c.strides}')
     # an empty array has strides of 0
     launch('gemm', c, a, b, bias, M, N, K, max(row, N), *element_strides(a), *element_strides(b), accumulate, relu)
 
@@ -240,7 +240,7 @@ def gemm_batched(c, a, b, accumulate=False):
         raise ValueError(f'gemm_batched: c {c.shape}, a {a.shape} and b {b.shape} do not fit')
     strides = [element_strides(operand) for operand in (c, a, b)]
     if N > 1 and strides[0][-1] != 1:
-        raise ValueError(f'gemm_batched: c: want contiguous rows, got strides {c.strides}')
+        raise ValueError(f'gemm_batched: c: expected contiguous rows, got strides {c.strides}')
     layout = np.array(batch, np.int64), np.array([operand[:-2] for operand in strides], np.int64).reshape(-1)
     launch('gemm_batched', c, a, b, *layout, len(batch), M, N, K, max(strides[0][-2], N), *strides[1][-2:], *strides[2][-2:],
            accumulate)

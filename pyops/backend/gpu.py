@@ -133,7 +133,7 @@ class GPU(KernelOperations):
     @precision.setter
     def precision(self, name):
         if name not in PRECISIONS:
-            raise ValueError(f'precision: want {", ".join(PRECISIONS)}, got {name!r}')
+            raise ValueError(f'precision: expected {", ".join(PRECISIONS)}, got {name!r}')
         _call('pyops_set_precision', PRECISIONS.index(name))
         self._precision = name
 
@@ -146,7 +146,7 @@ class GPU(KernelOperations):
     @attention.setter
     def attention(self, name):
         if name not in ATTENTION:
-            raise ValueError(f'attention: want {", ".join(ATTENTION)}, got {name!r}')
+            raise ValueError(f'attention: expected {", ".join(ATTENTION)}, got {name!r}')
         _call('pyops_set_attention', ATTENTION.index(name))
         self._attention = name
 

@@ -120,7 +120,7 @@ def cpu():
     except (OSError, AttributeError) as error:          # not a library, or a different library
         raise UserError(f'{path}: cannot be loaded ({error}); {REMEDY}') from error
     if version != ABI_VERSION:
-        raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {REMEDY}')
+        raise UserError(f'{path}: ABI version {version}, this Python side needs {ABI_VERSION}; {REMEDY}')
     names = lib.pyops_isa(), lib.pyops_bf16_isa(), lib.pyops_int8_isa()
     runs, want = [ffi.string(name).decode() for name in names], os.environ.get('PYOPS_ISA')
     if want and want not in runs:
@@ -178,5 +178,5 @@ def cuda():
         raise UserError(f'{path}: cannot be loaded ({error}); {remedy}') from error
     version = lib.pyops_abi_version()
     if version != ABI_VERSION:
-        raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {remedy}')
+        raise UserError(f'{path}: ABI version {version}, this Python side needs {ABI_VERSION}; {remedy}')
     return Library(cpu().ffi, lib, known)

@@ -78,7 +78,7 @@ def _add_choice(parser):
 
 def _path(text):
     if not text:
-        raise argparse.ArgumentTypeError("want a name, got ''")
+        raise argparse.ArgumentTypeError("expected a name, got ''")
     return text
 
 
@@ -88,14 +88,14 @@ def _axis(text):
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"want a number, such as -1, or tokens, got '{text}'") from None
+        raise argparse.ArgumentTypeError(f"expected a number, such as -1, or tokens, got '{text}'") from None
 
 
 def _number(least, most=10**6):
     """Return an argparse type for integers from `least` to `most`."""
     def convert(text):
         if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"want a whole number from {least} to {most}, got '{text}'")
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got '{text}'")
         return int(text)
     return convert
 

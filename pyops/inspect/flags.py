@@ -71,7 +71,7 @@ def wanted(args: Namespace, environment: Mapping[str, str] = os.environ) -> Want
                                 'TENSOR_SAVE_ENABLED=true')
         return None
     if not folder:
-        raise UserError("--save-tensors: want a folder, got ''")
+        raise UserError("--save-tensors: expected a folder, got ''")
     if args.no_plan:
         raise UserError('--no-plan: tensors are taken from the plan of a step; leave it out, or save none')
     limit, text = args.save_max or _size(LIMIT)

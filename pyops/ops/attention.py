@@ -100,7 +100,7 @@ class Attention:
         between = distances('', q.shape, k.shape, q, k, v)
         C, M = D // self.heads, 0 if index is None else len(index)
         if k.shape[-1] != D or k.ndim != (3 if rows is None else 2):
-            raise ValueError(f'k: want shape {("T", "W", D) if rows is None else ("N", D)}, got {k.shape}')
+            raise ValueError(f'k: expected shape {("T", "W", D) if rows is None else ("N", D)}, got {k.shape}')
         if rows is not None:
             sizes, offsets = (rows.longest, 0, 0, rows.sentences), rows.offsets
         elif 1 <= tokens <= len(k):
@@ -133,7 +133,7 @@ class Attention:
         k_shape = axes('k', k, k_axes)[:-1]
         B = q_shape[1] if q_rows is None else q_rows.sentences
         if D == 0 or D % self.heads:
-            raise ValueError(f'q: want shape ({q_axes.replace(" ", ", ")}) with D a multiple of {self.heads} heads, '
+            raise ValueError(f'q: expected shape ({q_axes.replace(" ", ", ")}) with D a multiple of {self.heads} heads, '
                              f'got {q.shape}')
         if k_rows is None:
             k_shape = k_shape[0], B

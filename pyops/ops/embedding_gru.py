@@ -65,7 +65,7 @@ class EmbeddingGRU(GRU):
         (_, E), (_, I) = axes(table.name, table.value, 'V E'), w_ih.value.shape
         check_parameter(table, table.value.shape, sparse=True)
         if E > I:
-            raise ValueError(f'{w_ih.name}: want shape (3H, E + C) with E = {E} as in {table.name}, got {w_ih.value.shape}')
+            raise ValueError(f'{w_ih.name}: expected shape (3H, E + C) with E = {E} as in {table.name}, got {w_ih.value.shape}')
 
     def sizes(self, ids: Array, rows: Packed | None) -> tuple[int, ...]:
         """Return T, B, N, V, E, C and 3H: the size arguments of the embedding_linear kernels."""
@@ -93,7 +93,7 @@ class EmbeddingGRU(GRU):
         if context is not None:
             check('context', context, (B, C))
         elif C:
-            raise ValueError(f'context: want shape {(B, C)}, got None')
+            raise ValueError(f'context: expected shape {(B, C)}, got None')
         self.check_h0(h0, B)
 
     def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[None, Array | None, Array | None]:

@@ -108,12 +108,12 @@ class GRU:
         if rows is None:
             T, B = axes(name, x, f'T B {last}')[:2]
             if reverse:
-                raise ValueError('reverse: want rows, got None; padded sequences cannot be reversed')
+                raise ValueError('reverse: expected rows, got None; padded sequences cannot be reversed')
             if lengths is not None:
                 check('lengths', lengths, (B,), np.int32)
             return T, B, 0
         if lengths is not None:
-            raise ValueError('lengths: want None with rows, which contain the lengths')
+            raise ValueError('lengths: expected None with rows, which contain the lengths')
         rows.check()
         return rows.longest, rows.sentences, axes(name, x, f'N {last}')[0]
 

@@ -127,7 +127,7 @@ class JoinedLinear(Linear):
         super().__init__(weight, bias, name)
         self.layers = layers
         if weight.value.shape != (len(layers) * len(layers[0].weight.value), layers[0].weight.value.shape[1]):
-            raise ValueError(f'{name}: want a weight of {len(layers)} times {layers[0].weight.value.shape}, '
+            raise ValueError(f'{name}: expected a weight of {len(layers)} times {layers[0].weight.value.shape}, '
                              f'got {weight.value.shape}')
 
     def split(self, y: Array) -> list[Array]:

@@ -85,7 +85,7 @@ class MLPGradients:
         N, B, I, H, C = self._sizes(images, rows, labels)
         params, starts = adam.params, [location(p.value) for p in self.parameters]
         if params is None or sorted(location(params[name].value) for name in params) != sorted(starts):
-            raise ValueError(f'{self.name}: want an optimizer over Parameters that hold '
+            raise ValueError(f'{self.name}: expected an optimizer over Parameters that hold '
                              f'{", ".join(p.name for p in self.parameters)} of this op and no others')
         if not adam.is_one_kernel:
             raise TypeError(f'{self.name}: expected Adam, got {type(adam).__name__}; call step() of the optimizer instead')

@@ -31,7 +31,7 @@ class Packed(NamedTuple):
         (entries,) = axes('rows.offsets', self.offsets, 'B+1')
         check('rows.offsets', self.offsets, (entries,), np.int32)
         if entries < 1 or self.longest < 1:
-            raise ValueError(f'rows: want offsets (B + 1,) and longest of at least 1, got shape {self.offsets.shape} and '
+            raise ValueError(f'rows: expected offsets (B + 1,) and longest of at least 1, got shape {self.offsets.shape} and '
                              f'longest={self.longest}')
 
 

@@ -345,9 +345,9 @@ class TestKernels:
         assert with_h0[-1].shape == (B, H)
 
     def test_errors_name_the_argument(self):
-        with pytest.raises(ValueError, match=r'x: want shape \(5, 3\), got \(5, 4\)'):
+        with pytest.raises(ValueError, match=r'x: expected shape \(5, 3\), got \(5, 4\)'):
             F.linear(leaf(5, 4), leaf(2, 3))
-        with pytest.raises(TypeError, match='labels: want dtype int32, got float32'):
+        with pytest.raises(TypeError, match='labels: expected dtype int32, got float32'):
             F.cross_entropy(leaf(5, 4), np.zeros(5, np.float32))
         with pytest.raises(ValueError, match='labels'):
             F.cross_entropy(leaf(2, 4), [0, 4])

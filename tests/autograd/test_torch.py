@@ -223,7 +223,7 @@ def test_bad_tensors_are_refused_by_name():
         pt.linear_cross_entropy(x, weight, labels.float(), bias)
     with pytest.raises(ValueError, match='label'):
         pt.linear_cross_entropy(x, weight, labels + 9, bias)
-    with pytest.raises(ValueError, match='h0: want shape'):
+    with pytest.raises(ValueError, match='h0: expected shape'):
         pt.gru(*gru_inputs()[:5], randn(3, 6))
     with pytest.raises(ValueError, match='multiple of 3 heads'):
         pt.attention(*attention_inputs()[:3], heads=3)

@@ -723,7 +723,7 @@ def test_the_precision_tf32_needs_a_gpu(main):
 
 
 def test_another_precision_is_refused(on_gpu):
-    with pytest.raises(ValueError, match=f"precision: want {', '.join(PRECISIONS)}, got 'fp16'"):
+    with pytest.raises(ValueError, match=f"precision: expected {', '.join(PRECISIONS)}, got 'fp16'"):
         on_gpu.precision = 'fp16'
     assert on_gpu.precision == 'fp32'
 

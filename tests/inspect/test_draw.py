@@ -641,8 +641,8 @@ def fails(capsys, *arguments):
 @pytest.mark.parametrize('flags,says', [
     (['--formats', 'mxfp9'], 'mxfp8'), (['--layers', 'decoder.*'], 'decoder.*: matches no saved tensor'),
     (['--names', 'inputs'], 'input'), (['--steps', '3:9'], 'saved steps: 0, 10'), (['--steps', 'x'], 'expected a number'),
-    (['--dpi', '4000'], 'from 40 to 400'), (['--limit', '-1'], 'want a whole number'),
-    (['--jobs', 'all'], 'want a whole number')])
+    (['--dpi', '4000'], 'from 40 to 400'), (['--limit', '-1'], 'expected a whole number'),
+    (['--jobs', 'all'], 'expected a whole number')])
 def test_flags_that_make_no_sense(flags, says, dump, tmp_path, capsys):
     assert says in fails(capsys, '--tensor-dir', dump, '--output-dir', tmp_path / 'draw', *flags)
     assert not (tmp_path / 'draw').exists()

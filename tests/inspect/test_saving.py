@@ -863,7 +863,7 @@ def test_what_cannot_be_saved_is_said_before_training(name, tmp_path, capsys):
 @pytest.mark.parametrize('argv, text', [
     (['--save-steps', '0:10'], '--save-steps: nothing is saved without --save-tensors DIR, or TENSOR_SAVE_ENABLED=true'),
     (['--save-as', 'pt'], '--save-as: nothing is saved without'),
-    (['--save-tensors', ''], "--save-tensors: want a folder, got ''")])
+    (['--save-tensors', ''], "--save-tensors: expected a folder, got ''")])
 def test_flags_that_say_how_and_not_that(argv, text):
     with pytest.raises(UserError, match=re.escape(text)):
         transformer.train.main(argv)

@@ -379,17 +379,17 @@ def test_ids_of_any_integers_find_their_rows():
             call(np.array([1, 2**32 + 1]))
         with pytest.raises(ValueError, match=r'ids\[1\]=7, expected 0 to 6'):
             call(np.array([1, 7]))
-        with pytest.raises(TypeError, match='ids: want dtype int32, got float'):
+        with pytest.raises(TypeError, match='ids: expected dtype int32, got float'):
             call(np.array([1.0, 2.0]))
 
 
 def test_a_wrong_dtype_is_not_called_a_matter_of_strides():
     layer = nn.Linear(3, 2)
-    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want dtype float32 or bfloat16, got int32$'):
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: expected dtype float32 or bfloat16, got int32$'):
         layer(Tensor([[1, 2, 3]]))
-    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want a float32 or bfloat16 array, got list$'):
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: expected a float32 or bfloat16 array, got list$'):
         layer.forward([[1.0, 2, 3]])
-    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want a C-contiguous array, got shape \(4, 3\) with strides \('):
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: expected a C-contiguous array, got shape \(4, 3\) with strides \('):
         layer.forward(put(normal(3, 4)).T)
 
 
@@ -867,11 +867,11 @@ def test_modules_are_printed_as_a_tree():
                          ids=['tensors', 'by hand'])
 @pytest.mark.parametrize('model, shape, error, text', [
     (lambda: nn.Sequential(nn.ReLU(), nn.Linear(7, 5)), (4, 8), ValueError,
-     r'^1: Linear\(7, 5\): x: want shape \(4, 7\), got \(4, 8\)'),
-    (lambda: nn.Linear(7, 5), (4, 8), ValueError, r'^Linear\(7, 5\): x: want shape'),
-    (lambda: nn.BatchNorm1d(7), (4, 8), ValueError, r'^BatchNorm1d\(7\): x: want shape \(4, 7\), got \(4, 8\)'),
+     r'^1: Linear\(7, 5\): x: expected shape \(4, 7\), got \(4, 8\)'),
+    (lambda: nn.Linear(7, 5), (4, 8), ValueError, r'^Linear\(7, 5\): x: expected shape'),
+    (lambda: nn.BatchNorm1d(7), (4, 8), ValueError, r'^BatchNorm1d\(7\): x: expected shape \(4, 7\), got \(4, 8\)'),
     (lambda: nn.BatchNorm1d(7), (1, 7), ValueError, r'^BatchNorm1d\(7\): .*R=1 P=1, expected at least 2 values per channel'),
-    (lambda: nn.LayerNorm(7), (4, 8), ValueError, r'^LayerNorm\(7\): x: want shape'),
+    (lambda: nn.LayerNorm(7), (4, 8), ValueError, r'^LayerNorm\(7\): x: expected shape'),
     (lambda: nn.GRU(7, 5), (3, 4, 8), ValueError, r'^GRU\(7, 5\): x: expected shape \(T, B, 7\) with T >= 1, got \(3, 4, 8\)'),
     (lambda: nn.LSTM(7, 5), (0, 4, 7), ValueError, r'^LSTM\(7, 5\): x: expected shape'),
     (lambda: nn.MultiHeadAttention(8, 2), (3, 4, 9), ValueError, r'^MultiHeadAttention\(8, 2\): query: .* shape \(T, 4, 8\)'),
@@ -879,12 +879,12 @@ def test_modules_are_printed_as_a_tree():
     (lambda: nn.GRUCell(7, 5), (3, 8), ValueError, r'^GRUCell\(7, 5\): x: expected shape \(B, 7\), got \(3, 8\)'),
     (lambda: nn.Flatten(), (), ValueError, r'^Flatten\(\): x: expected shape \(B, \.\.\.\), got \(\)'),
     (lambda: nn.Conv2d(3, 4, 3), (2, 5, 6, 6), ValueError,
-     r'^Conv2d\(3, 4, kernel_size=\(3, 3\)\): x: want shape \(2, 3, 6, 6\), got \(2, 5, 6, 6\)'),
+     r'^Conv2d\(3, 4, kernel_size=\(3, 3\)\): x: expected shape \(2, 3, 6, 6\), got \(2, 5, 6, 6\)'),
     (lambda: nn.Conv2d(3, 4, 3), (2, 3, 2, 6), ValueError, r'^Conv2d\(.*: a window of \(3, 3\) .* does not fit into \(2, 6\)'),
     (lambda: nn.Conv1d(3, 4, 3), (2, 3, 6, 6), ValueError, r'^Conv1d\(3, 4, kernel_size=3\): conv1d: expected x \(N, C, L\)'),
     (lambda: nn.BatchNorm2d(3), (2, 3, 6), ValueError, r'^BatchNorm2d\(3\): x: expected 4 axes, got shape \(2, 3, 6\)'),
     (lambda: nn.MaxPool2d(3), (2, 3, 2, 6), ValueError, r'^MaxPool2d\(kernel_size=3\): .*a window of \(3, 3\) .* does not fit'),
-    (lambda: nn.AvgPool2d(2), (2, 3), ValueError, r'^AvgPool2d\(kernel_size=2\): x: want shape \(N, C, H, W\), got \(2, 3\)'),
+    (lambda: nn.AvgPool2d(2), (2, 3), ValueError, r'^AvgPool2d\(kernel_size=2\): x: expected shape \(N, C, H, W\), got \(2, 3\)'),
 ])
 def test_errors_name_the_layer(call, model, shape, error, text):
     with pytest.raises(error, match=text):

@@ -129,7 +129,7 @@ def test_a_kernel_without_bfloat16_names_the_argument(on_gpu):
     x = backend.empty((2, 3), BF16)
     with pytest.raises(TypeError, match='argmax: x: expected float32, got bfloat16'):
         launch('argmax', backend.empty(2, np.int32), x, 2, 3)
-    with pytest.raises(TypeError, match='want dtype float32, got bfloat16'):
+    with pytest.raises(TypeError, match='expected dtype float32, got bfloat16'):
         backend.check('x', x, (2, 3))
 
 

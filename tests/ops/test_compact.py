@@ -227,7 +227,7 @@ def test_ids_and_k_out_of_range_are_refused():
         layer.rows(np.array([0, 5], 'i'), 'y')
     with pytest.raises(ValueError, match='compact_topk: k=6, expected 1 to 5'):
         layer.topk(normal(1, 3), 6, 'y')
-    with pytest.raises(ValueError, match='x: want shape'):
+    with pytest.raises(ValueError, match='x: expected shape'):
         layer.linear(normal(1, 4), 'y')
     assert work_size('compact_weight', 5, 3, 0) * 4 == layer.nbytes
 

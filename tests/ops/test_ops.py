@@ -331,7 +331,7 @@ def test_backward_refuses_an_upstream_gradient_that_forward_did_not_use():
     _, ctx = run.op.forward(*run.placed.values(), dloss=put(run.dy))
     with pytest.raises(ValueError, match='another dloss than forward, expected the same array'):
         run.op.backward(put(run.dy.copy()), ctx)
-    with pytest.raises(ValueError, match=r'dloss: want shape \(1,\), got \(2,\)'):
+    with pytest.raises(ValueError, match=r'dloss: expected shape \(1,\), got \(2,\)'):
         run.op.forward(*run.placed.values(), dloss=put(np.ones(2, np.float32)))
     loss, valid, x = np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros((2, 3), np.float32)
     weight, bias, labels = np.zeros((4, 3), np.float32), np.zeros(4, np.float32), np.zeros(2, np.int32)
@@ -387,7 +387,7 @@ def test_backward_adds_dx_to_the_array_it_is_given(row, size, where):
 def test_backward_refuses_an_array_of_another_shape_to_add_to():
     for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (2, 3, 4, 7)), (LayerNormRow(), (2, 3, 5))):
         run = Run(row, size)
-        with pytest.raises(ValueError, match='into: want shape'):
+        with pytest.raises(ValueError, match='into: expected shape'):
             run.op.backward(put(run.dy), run.ctx, into=put(np.zeros(5, np.float32)))
 
 
@@ -701,7 +701,7 @@ def test_a_gru_refuses_a_length_that_is_none():
     for bad in (-1, 5):
         with pytest.raises(ValueError, match=rf'gru_forward: lengths\[1\]={bad}, expected 0 to 4'):
             run.op.forward(*run.placed.values(), put(np.array([4, bad, 0], np.int32)))
-    with pytest.raises(ValueError, match=r'lengths: want shape \(3,\)'):
+    with pytest.raises(ValueError, match=r'lengths: expected shape \(3,\)'):
         run.op.forward(*run.placed.values(), put(np.zeros(4, np.int32)))
 
 
@@ -728,13 +728,13 @@ def test_an_embedding_gru_says_what_it_wants():
         return EmbeddingGRU(*(of_zeros(name, *shape) for name, shape in dict(
             table=table, w_ih=w_ih, w_hh=(9, 3), b_ih=(9,), b_hh=(9,)).items()))
     ids = put(np.zeros((2, 3), np.int32))
-    with pytest.raises(ValueError, match=r'w_ih: want shape \(3H, E \+ C\) with E = 6 as in table, got \(9, 5\)'):
+    with pytest.raises(ValueError, match=r'w_ih: expected shape \(3H, E \+ C\) with E = 6 as in table, got \(9, 5\)'):
         make(table=(4, 6))
-    with pytest.raises(ValueError, match=r'context: want shape \(3, 3\), got None'):
+    with pytest.raises(ValueError, match=r'context: expected shape \(3, 3\), got None'):
         make().forward(ids)
-    with pytest.raises(ValueError, match=r'context: want shape \(3, 0\), got \(3, 2\)'):
+    with pytest.raises(ValueError, match=r'context: expected shape \(3, 0\), got \(3, 2\)'):
         make(w_ih=(9, 2)).forward(ids, put(np.zeros((3, 2), np.float32)))
-    with pytest.raises(ValueError, match=r'h0: want shape \(3, 3\)'):
+    with pytest.raises(ValueError, match=r'h0: expected shape \(3, 3\)'):
         make(w_ih=(9, 2)).forward(ids, None, put(np.zeros((3, 2), np.float32)))
 
 
@@ -1005,7 +1005,7 @@ def test_packed_rows_replace_lengths_and_must_start_at_0():
     x, rows = put(np.zeros((6, 4), 'f')), packed_rows([2, 4], 4)
     with pytest.raises(ValueError, match='attention_forward: lengths and k_offsets, expected one of them to be NULL'):
         Attention(2).forward(x, x, x, put(np.array([2, 4], np.int32)), None, rows, rows)
-    with pytest.raises(ValueError, match=r'k_rows.offsets: want shape \(3,\), got \(4,\)'):
+    with pytest.raises(ValueError, match=r'k_rows.offsets: expected shape \(3,\), got \(4,\)'):
         Attention(2).forward(x, x, x, None, None, rows, packed_rows([2, 2, 2], 4))
     with pytest.raises(ValueError, match=r'attention_forward: k_offsets\[0\]=1, expected 0'):
         Attention(2).forward(x, x, x, None, None, rows, Packed(put(np.array([1, 3, 6], np.int32)), 4))
@@ -1062,7 +1062,7 @@ def test_lengths_outside_the_keys_are_refused_with_their_position(bad):
 
 def test_attention_refuses_heads_and_shares_that_cannot_be():
     q = np.zeros((2, 3, 4), 'f')
-    with pytest.raises(ValueError, match='q: want shape .* D a multiple of 3 heads'):
+    with pytest.raises(ValueError, match='q: expected shape .* D a multiple of 3 heads'):
         attend(Attention(3), q, q, q)
     for p in (-0.1, 1.0, float('nan')):
         with pytest.raises(ValueError, match='attention_forward: p='):
@@ -1100,7 +1100,7 @@ def test_joined_linear_layers_equal_separate_ones(n, rows, inputs, outputs, bias
 
 def test_a_joined_weight_must_have_the_rows_of_its_layers():
     params = Parameters({name: Spec((4, 4), init.ones()) for name in ('a', 'b', 'c')})
-    with pytest.raises(ValueError, match=r'qk: want a weight of 2 times \(4, 4\), got \(12, 4\)'):
+    with pytest.raises(ValueError, match=r'qk: expected a weight of 2 times \(4, 4\), got \(12, 4\)'):
         JoinedLinear([Linear(params['a']), Linear(params['b'])], params.joined(['a', 'b', 'c']), 'qk')
 
 
@@ -1121,15 +1121,15 @@ def test_attention_takes_columns_and_refuses_rows_at_other_distances():
     q, k, v, apart = x[..., :8], x[..., 8:16], x[..., 16:], x[:, :2, :8]
     y, ctx = Attention(2).forward(q, k, v)
     alone = put(np.zeros((3, 4, 8), 'f'))
-    for bad, message in (((x[..., :16:2], k, v), 'q: want contiguous rows at equal distances'),
+    for bad, message in (((x[..., :16:2], k, v), 'q: expected contiguous rows at equal distances'),
                          ((q, alone, v), 'v: expected the row distance of k, 8 elements, got 24')):
         with pytest.raises((TypeError, ValueError), match=message):
             Attention(2).forward(*bad)
-    with pytest.raises(TypeError, match='q: want contiguous rows at equal distances'):
+    with pytest.raises(TypeError, match='q: expected contiguous rows at equal distances'):
         Attention(2).forward(apart, apart, apart)
-    with pytest.raises(ValueError, match=r'dk: want shape \(3, 4, 8\), got \(3, 4, 24\)'):
+    with pytest.raises(ValueError, match=r'dk: expected shape \(3, 4, 8\), got \(3, 4, 24\)'):
         Attention(2).backward(y, ctx, out=(q, x, v))
-    with pytest.raises(TypeError, match='q: want a C-contiguous array'):
+    with pytest.raises(TypeError, match='q: expected a C-contiguous array'):
         attention_in_products(2).forward(q, k, v)
 
 
@@ -1206,9 +1206,9 @@ def test_parameters_of_the_wrong_shape_are_refused_by_name():
     w, b = of_zeros('w', 4, 3), of_zeros('b', 5)
     for make in (lambda: Linear(w, b), lambda: PixelLinear(w, b), lambda: LinearCrossEntropy(w, b),
                  lambda: GRU(of_zeros('x', 6, 3), of_zeros('y', 6, 2), b, of_zeros('z', 6))):
-        with pytest.raises(ValueError, match=r'b: want shape \(.\,\), got \(5,\)'):
+        with pytest.raises(ValueError, match=r'b: expected shape \(.\,\), got \(5,\)'):
             make()
-    with pytest.raises(ValueError, match=r'gradient of w: want shape \(4, 3\), got \(3, 4\)'):
+    with pytest.raises(ValueError, match=r'gradient of w: expected shape \(4, 3\), got \(3, 4\)'):
         Embedding(parameter('w', np.zeros((4, 3), np.float32), np.zeros((3, 4), np.float32)))
 
 
@@ -1272,7 +1272,7 @@ def test_batch_norm_says_what_it_wants():
     for op, arguments, text in ((batch_norm(3), (x,), 'R=1 P=1, expected at least 2 values per channel in training'),
                                 (batch_norm(3, training=False), (x,), 'running_mean or running_var is NULL, expected both'),
                                 (batch_norm(3, eps=-1), (put(np.zeros((2, 3), np.float32)),), 'eps=-1, expected at least 0'),
-                                (batch_norm(3), (x, x), r'running_mean: want shape \(3,\)')):
+                                (batch_norm(3), (x, x), r'running_mean: expected shape \(3,\)')):
         with pytest.raises(ValueError, match=text):
             op.forward(*arguments)
 

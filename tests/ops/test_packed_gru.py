@@ -277,11 +277,11 @@ def test_a_packed_gru_refuses_offsets_that_do_not_fit():
             forward(offsets)
     with pytest.raises(ValueError, match='N=6 T=1 B=3, expected N from 0 to'):
         forward((0, 2, 5, 6), longest=1)
-    with pytest.raises(ValueError, match='lengths: want None with rows'):
+    with pytest.raises(ValueError, match='lengths: expected None with rows'):
         forward((0, 2, 5, 6), lengths=put(case.lengths))
     with pytest.raises(ValueError, match='longest of at least 1'):
         forward((0, 2, 5, 6), longest=0)
-    with pytest.raises(TypeError, match=r'rows.offsets: want dtype int32'):
+    with pytest.raises(TypeError, match=r'rows.offsets: expected dtype int32'):
         case.op().forward(put(case.x), rows=Packed(put(case.x[0]), 4))
-    with pytest.raises(ValueError, match='reverse: want rows'):
+    with pytest.raises(ValueError, match='reverse: expected rows'):
         case.op().forward(put(case.padded(case.x)), reverse=True)

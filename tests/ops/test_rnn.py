@@ -79,7 +79,7 @@ def test_a_length_outside_the_sequence_is_refused(row):
     for bad in (-1, 5):
         with pytest.raises(ValueError, match=rf'rnn_forward: lengths\[1\]={bad}, expected 0 to 4'):
             run_with_lengths(run, get(run.placed['x']), [4, bad, 0], run.dy)
-    with pytest.raises(ValueError, match=r'lengths: want shape \(3,\)'):
+    with pytest.raises(ValueError, match=r'lengths: expected shape \(3,\)'):
         run_with_lengths(run, get(run.placed['x']), [0] * 4, run.dy)
 
 
@@ -100,7 +100,7 @@ def test_bad_arguments_are_refused_by_name():
     w_ih, w_hh, b = (parameter(name, np.zeros(shape, 'f')) for name, shape in (('w_ih', (8, 3)), ('w_hh', (8, 2)), ('b', (8,))))
     with pytest.raises(ValueError, match='LSTM: expected both biases or none, got only b_ih'):
         LSTM(w_ih, w_hh, b)
-    with pytest.raises(ValueError, match=r'b: want shape \(8,\), got \(7,\)'):
+    with pytest.raises(ValueError, match=r'b: expected shape \(8,\), got \(7,\)'):
         LSTM(w_ih, w_hh, b, parameter('b', np.zeros(7, 'f')))
     with pytest.raises(ValueError, match="RNN: nonlinearity: 'sin', expected 'tanh' or 'relu'"):
         RNN(w_ih, w_hh, nonlinearity='sin')

@@ -124,7 +124,7 @@ def test_bad_arguments_are_refused_by_name(row, size):
                 call(put(np.asfortranarray(np.repeat(array, 2, -1)))[..., ::2])
         axis = getattr(row, 'wrong_axis', {}).get(name, -1)
         if axis is not None:
-            with pytest.raises(ValueError, match='want shape'):
+            with pytest.raises(ValueError, match='expected shape'):
                 call(np.concatenate([array, array], axis))
     y, ctx = op.forward(*placed.values())
     with pytest.raises(TypeError, match='dy|dh|dloss'):

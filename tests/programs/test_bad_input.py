@@ -542,7 +542,7 @@ def test_a_library_of_another_version(place, tmp_path):
     library = build_library(tmp_path / 'old.so', abi_version=77)
     status, _, error = outcome(start(*SERVE, environment={'PYOPS_LIBRARY': str(library)}))
     assert status == 2
-    assert_one_line(TRAIN, error, rf'{library}: ABI version 77, this Python side wants \d+; run `make` .*')
+    assert_one_line(TRAIN, error, rf'{library}: ABI version 77, this Python side needs \d+; run `make` .*')
 
 
 def test_a_file_that_is_no_library(place):
