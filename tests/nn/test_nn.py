@@ -389,7 +389,7 @@ def test_a_wrong_dtype_is_not_called_a_matter_of_strides():
         layer(Tensor([[1, 2, 3]]))
     with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: expected a float32 or bfloat16 array, got list$'):
         layer.forward([[1.0, 2, 3]])
-    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: expected a C-contiguous array, got shape \(4, 3\) with strides \('):
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: expected a C-contiguous array, got shape \(4, 3\) with '):
         layer.forward(put(normal(3, 4)).T)
 
 
@@ -884,7 +884,8 @@ def test_modules_are_printed_as_a_tree():
     (lambda: nn.Conv1d(3, 4, 3), (2, 3, 6, 6), ValueError, r'^Conv1d\(3, 4, kernel_size=3\): conv1d: expected x \(N, C, L\)'),
     (lambda: nn.BatchNorm2d(3), (2, 3, 6), ValueError, r'^BatchNorm2d\(3\): x: expected 4 axes, got shape \(2, 3, 6\)'),
     (lambda: nn.MaxPool2d(3), (2, 3, 2, 6), ValueError, r'^MaxPool2d\(kernel_size=3\): .*a window of \(3, 3\) .* does not fit'),
-    (lambda: nn.AvgPool2d(2), (2, 3), ValueError, r'^AvgPool2d\(kernel_size=2\): x: expected shape \(N, C, H, W\), got \(2, 3\)'),
+    (lambda: nn.AvgPool2d(2), (2, 3), ValueError,
+     r'^AvgPool2d\(kernel_size=2\): x: expected shape \(N, C, H, W\), got \(2, 3\)'),
 ])
 def test_errors_name_the_layer(call, model, shape, error, text):
     with pytest.raises(error, match=text):
