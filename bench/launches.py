@@ -4,7 +4,7 @@
     python -m bench.launches transformer --precision bf16   one of them
     python -m bench.launches base --list                    with the launches in order
 
-The kernels are those of a device with 132 multiprocessors and compute capability 9.0.  Requires `make emulated`.
+The kernels are counted for a device with 132 multiprocessors and compute capability 9.0.  Requires `make emulated`.
 """
 import argparse
 import collections

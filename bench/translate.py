@@ -4,7 +4,7 @@
     python -m bench.translate transformer --save    and append the figures to bench/results/translate.jsonl
     python -m bench.translate transformer --no-torch --compute bf16 int8 --ctranslate2 float32 int8
 
---compute adds our compute types, --ctranslate2 those of CTranslate2 (only for the transformer).
+--compute adds our compute types, --ctranslate2 the types of CTranslate2 (only for the transformer).
 
 The weights are untrained: no sentence ends early, so all contestants decode equally many tokens.  Each contestant uses the
 fastest of several batch sizes, which it tries first.

@@ -122,7 +122,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
 
 
 def gradients(model, images, label_table, rows, dloss=None):
-    """Zero the gradients, compute those of a batch, and return its mean loss (1,).   dloss (1,): None for 1"""
+    """Zero the gradients, add the gradients of a batch, and return its mean loss (1,).   dloss (1,): None for 1"""
     from pyops import plan
     from pyops.data.batches import gather
     model.params.zero_grads()

@@ -27,7 +27,8 @@ from pyops.errors import UserError, printable
 PACKAGE = Path(__file__).resolve().parent
 SEEDS = 0, 1
 BLANK = 'forward', 'backward'
-ANSWERS = 'reference', 'example', 'rounded', 'backward_on_tensors'      # members that contain the formula, or need the package
+# members that contain the formula, or need the package
+ANSWERS = 'reference', 'example', 'rounded', 'backward_on_tensors', 'step'
 HELPERS = 'launch_forward', 'launch_backward', 'weights'                # and those that only forward and backward call
 
 

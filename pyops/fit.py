@@ -94,7 +94,7 @@ def training_step(args, step, params, rows, smaller='-b', sizes=None, filled=Non
     step(rows), params, inputs: as for Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
     sizes(rows): the sizes of a batch, and the step is step(rows, *sizes), as for SizedSteps;  None: a batch has no other sizes
     filled(rows): as for SizedSteps
-    step may be a CutStep; then the functions above are those of a part, and --plan and so on describe the step of a part.
+    step may be a CutStep; then the functions above compute a part, and --plan and so on describe the step of a part.
     The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
     UserError if the step does not fit in memory.
     """
@@ -130,7 +130,7 @@ def _cut_step(args, step, params, rows, smaller, sizes, filled, inputs):
         ranks, hosts = distributed.size(), len(set(distributed.hosts()))
         print(f'parts : {step.cut.parts} of each batch, on {ranks} rank{"s" * (ranks > 1)}'
               + f' on {hosts} host{"s" * (hosts > 1)}, {backend.threads()} threads each' * (ranks > 1)
-              + '; the step above is that of a part, without the update', flush=True)
+              + '; the step above is one part, without the update', flush=True)
     return CutSteps(step.cut, gradients, update, params)
 
 

@@ -382,6 +382,7 @@ def encode(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, step: Array
         raise ValueError(f'x: {f.name} has no code for infinities and NaN; encode blocks of it: {_mx(f.name).name}')
     shape = values.shape
     codes = _empty(values, shape, np.uint16, 'codes')
+    scales: Array | None
     if f.is_scaled:
         factor = _factor(values, f)
         scales = _launch_scaled(None, codes, values, factor, f, axis, step, seed)

@@ -663,7 +663,7 @@ def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight:
     """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index, shape ().
 
     x (..., C), labels (...) int32; or, as in PyTorch, x (N, C, ...), labels (N, ...), unless the shapes fit the first form
-    weight (C,): factor of the rows with each label; the mean is that of rows with these weights
+    weight (C,): factor of the rows with each label; the mean is weighted with them
     reduction: 'mean', 'sum' (shape ()) or 'none' (the shape of labels)
     label_smoothing: s: the target is 1 - s + s / C for the label and s / C for each other class
     Anything but ignore_index is computed with array ops, which store the logarithms of all rows.

@@ -85,7 +85,7 @@ def kaiming_uniform(gain: float = RELU_GAIN) -> Init:
 
 
 def with_zero_row(init: Init, row: int) -> Init:
-    """Initialise with `init`, then set one row to 0: that of the padding in an embedding."""
+    """Initialise with `init`, then set one row to 0: the padding of an embedding."""
     def zeroed(generator: np.random.Generator, shape: Shape) -> np.ndarray:
         values = init(generator, shape)
         values[row] = 0

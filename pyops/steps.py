@@ -254,7 +254,7 @@ class Cut:
 class CutStep:
     """A training step on batches that are cut into parts; pyops.fit.training_step makes CutSteps of it.
 
-    gradients(rows, *sizes): zero the gradients, compute those of a part, and call cut.note() with its loss
+    gradients(rows, *sizes): zero the gradients, add the gradients of a part, and call cut.note() with its loss
     update(loss): change the parameters and log the step;  loss (1,): mean over the batch
     """
     cut: Cut

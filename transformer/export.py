@@ -154,7 +154,7 @@ def _decoder_step(graph, config):
     mask, t = graph.mask(source, PAD), graph.size(caches[0], 3)
     layers = _Layers(graph, config, graph.constant(position_table(config, config.positions)))
     x = layers.embed('decoder', graph.node('Unsqueeze', token, [1]), graph.node('Gather', layers.table, t))     # (batch, 1, D)
-    grown = [], []                                      # keys and values of each layer, with those of this token
+    grown = [], []                                      # keys and values of each layer, including this token
 
     def look_back(i):
         def f(n, name):

@@ -193,17 +193,18 @@ class MultiHeadAttention:
 
         def layer(name):
             return make.Linear(of(name, 'weight'), of(name, 'bias') if config.bias else None)
-        self.out = layer('out')
-        self.attention = make.Attention(config.heads, causal, config.dropout, key(params.seed, f'{prefix}.dropout'), prefix)
         self.is_compact = is_compact(config)
         if self.is_compact:
             names = 'kv' if crosses else 'qkv'
             self.q = layer('q') if crosses else None
             self.qkv = self.kv = make.Projections([of(name, 'weight') for name in names],
                                                   [of(name, 'bias') for name in names if config.bias], f'{prefix}.{names}')
+        else:
+            self.q, self.k, self.v = layers = [layer(name) for name in 'qkv']
+        self.out = layer('out')
+        self.attention = make.Attention(config.heads, causal, config.dropout, key(params.seed, f'{prefix}.dropout'), prefix)
+        if self.is_compact:
             return
-        self.q, self.k, self.v = map(layer, 'qkv')
-        layers = [self.q, self.k, self.v]
         plain = type(self.attention) is ops.Attention and all(type(layer) is ops.Linear for layer in layers)
         self.qkv = Projections(layers, params, prefix, 'qkv', plain)            # of x, if it is the memory
         self.kv = Projections(layers[1:], params, prefix, 'kv', plain)          # of another memory

@@ -6,7 +6,7 @@ device = None           # the current device, on which `empty`, `zeros` and `put
 gpu = None              # the open GPU, if any; it runs the kernels that receive its arrays
 
 # Hooks, None unless a plan records.  They apply to the device that was current when they were installed, and to launches and
-# allocations of the thread that installed them: other threads, such as those of a DataLoader, run as without hooks.
+# allocations of the thread that installed them: other threads, such as the workers of a DataLoader, run as without hooks.
 hooked_device = None
 hooked_thread = None
 on_allocate = None      # on_allocate(shape, dtype, name, kind) returns the arrays of `empty`

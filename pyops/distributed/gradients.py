@@ -20,7 +20,7 @@ class GradientSum:
     """Adds the gradients of the parts of a batch in one binary tree: neighbours first, then pairs of neighbours, and so on.
 
         total.start(parts)
-        for each of the parts: zero the gradients, compute those of the part; total.add()
+        for each of the parts: zero the gradients, compute the part; total.add()
         total.over_ranks()
 
     A rank has consecutive parts, a power of two of them, so it computes a whole subtree, and the sum over ranks is the rest of

@@ -307,7 +307,7 @@ def _short(text: str) -> str:
 
 
 def same_bits(x: Array, name: str) -> None:
-    """Raise UserError, on all ranks, if array x differs from that of rank 0.   name: of the array, for the message"""
+    """Raise UserError, on all ranks, if array x differs from rank 0.   name: of the array, for the message"""
     if _world.size == 1:
         return
     sums = gather(zlib.crc32(np.ascontiguousarray(backend.get(x)).data))

@@ -283,7 +283,7 @@ def _table(options, rows, shown, width):
 
 
 def _columns(sort, others, width, has_overflow):
-    """Return the columns that fit beside the name, and always the column of --sort.  That of overflow only if there is any."""
+    """Return the columns that fit beside the name, and always the column of --sort.  Overflow has one only if there is any."""
     columns = [column for name, column in SORTS.items() if name != 'overflow' or name == sort or has_overflow]
     for name in _DROPPED:
         if width is None or sum(_size(column) + 2 for column in columns) + others + 4 + _ROOM <= width:

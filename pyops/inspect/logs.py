@@ -377,16 +377,20 @@ class _Folder:
                      format=known_format(fmt) or 'fp32', options={},
                      axis=0 if layer_type == 'attention' and name == 'value' and shape else -1, uses=(), shape=shape,
                      dtype=dtype, mask=(), statistics=None, run=run, training=self.manifest.training, phase=fields['phase'],
-                     component=fields['component'],
-                     **{tag: None if fields[tag] is None else int(fields[tag]) for tag in ('rank', 'sample', 'group')})
+                     component=fields['component'], rank=_optional_int(fields['rank']),
+                     sample=_optional_int(fields['sample']), group=_optional_int(fields['group']))
+
+
+def _optional_int(text: str | None) -> int | None:
+    return None if text is None else int(text)
 
 
 def _fields(stem: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the fields in a file's name.  `metadata`, as in dumps of Megatron, takes precedence."""
     match = NAME.fullmatch(stem)
-    fields = {'timestamp': '', 'counter': 0, 'layer': '' if match else stem, 'layer_type': 'other', 'index': None,
-              'operation': '', 'format': 'fp32', 'name': stem, 'step': 0, 'phase': '', 'component': '', 'rank': None,
-              'sample': None, 'group': None}
+    fields: dict[str, Any] = {'timestamp': '', 'counter': 0, 'layer': '' if match else stem, 'layer_type': 'other',
+                              'index': None, 'operation': '', 'format': 'fp32', 'name': stem, 'step': 0, 'phase': '',
+                              'component': '', 'rank': None, 'sample': None, 'group': None}
     if match:
         fields |= {key: value for key, value in match.groupdict().items() if value is not None}
         fields['step'] = int(fields['step'])

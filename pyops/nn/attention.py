@@ -306,7 +306,7 @@ class TransformerDecoder(_Stack):
 class Transformer(Layer):
     """An encoder and a decoder, each with a norm at the end;  src (S, B, d_model), tgt (T, B, d_model) -> (T, B, d_model).
 
-    The sizes and settings are those of the layers, the masks those of TransformerEncoder and TransformerDecoder.
+    The layers have the sizes and settings; the masks are as in TransformerEncoder and TransformerDecoder.
     """
 
     def __init__(self, d_model: int = 512, nhead: int = 8, num_encoder_layers: int = 6, num_decoder_layers: int = 6,

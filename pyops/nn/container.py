@@ -95,7 +95,7 @@ class ModuleDict(Module):
         yield from self.modules_by_name.items()
 
     def update(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]]) -> None:
-        """Add modules, which replace those of the same names."""
+        """Add modules; a module with the same name is replaced."""
         given = {name: _module(module) for name, module in dict(modules).items()}
         for name in given:
             if not isinstance(name, str) or not name or '.' in name:

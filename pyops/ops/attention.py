@@ -91,7 +91,7 @@ class Attention:
              rows: Packed | None = None) -> Array:
         """Return y (R, D) for a query of each hypothesis, q (R, D), without dropout; for inference on the CPU.
 
-        rows: the keys and values k, v (N, D) are packed, and hypothesis r attends to those of sequence r % sentences
+        rows: the keys and values k, v (N, D) are packed, and hypothesis r attends to sequence r % sentences
         None: k, v are (T, W, D), W >= R, and hypothesis r attends to the first `tokens` tokens: row index[s, r] of token s if
         index (M, R) int32 has one, else row r.   follow_parents() returns an index
         q, k and v may be columns of larger arrays, k and v of arrays with equally many columns.

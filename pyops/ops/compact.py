@@ -1,7 +1,7 @@
 """Ops for inference with weights in int8 or bfloat16.  They have no backward; docs/compact.md has the formulas.
 
 A CompactWeight is packed from the tensors of a checkpoint, and the float32 weight is then not needed.  pyops.compute creates
-the ops, in place of those of pyops.ops.
+the ops, in place of the ones in pyops.ops.
 """
 from __future__ import annotations
 
@@ -150,16 +150,16 @@ class CompactEmbeddingPositions:
     ids (N,) int32, positions (N,) int32, or None: `first` for all rows -> y (N, E)
     """
 
-    def __init__(self, weight: Parameter, positions: Positions, p: float = 0.0, key: int = 0, name: str | None = None, *,
+    def __init__(self, weight: Parameter, encoding: Positions, p: float = 0.0, key: int = 0, name: str | None = None, *,
                  family: Compute) -> None:
-        self.name, self.compact, self.positions = name or weight.owner, family.weight(weight), positions
+        self.name, self.compact, self.encoding = name or weight.owner, family.weight(weight), encoding
 
     def forward(self, ids: Array, positions: Array | None = None, step: Array | None = None,
                 first: int = 0) -> tuple[Array, None]:
         x = self.compact.rows(ids, f'{self.name}.y')
         if positions is None:
-            return self.positions.forward(x[None], first)[0][0], None
-        return self.positions.forward(x, first, positions)[0], None
+            return self.encoding.forward(x[None], first)[0][0], None
+        return self.encoding.forward(x, first, positions)[0], None
 
 
 class CompactLinearCrossEntropy:

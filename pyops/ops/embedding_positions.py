@@ -21,7 +21,7 @@ class EmbeddingPositions:
     Shapes   ids (N,) int32 in [0, V);  y, dy (N, E);  weight (V, E);  positions (N,) int32, or None: `first` for all rows
              step (1,) int64 array: each step has a different mask; None: no dropout
     Forward  y[n] = keep * (scale weight[ids[n]] + table[first + positions[n]]) / (1 - p), keep as in Dropout, table and scale
-             of a Positions
+             of `encoding`, a Positions
     Backward dweight[ids[n]] += scale (keep * dy[n] / (1 - p)), in the order of n;  ids have no gradient: None
              for a weight with a sparse gradient (pyops.params.Spec), marks the updated blocks in weight.touched
     Saves    ids and the step
@@ -36,12 +36,11 @@ class EmbeddingPositions:
         ids: Array
         step: Array | None         # None: no dropout
 
-    def __init__(self, weight: Parameter, positions: Positions, p: float = 0.0, key: int = 0, name: str | None = None) -> None:
-        self.weight, self.encoding, self.p, self.key, self.name = weight, positions, p, key, name or weight.owner
-        self.scale, self.halves = positions.scale, positions.halves
+    def __init__(self, weight: Parameter, encoding: Positions, p: float = 0.0, key: int = 0, name: str | None = None) -> None:
+        self.weight, self.encoding, self.p, self.key, self.name = weight, encoding, p, key, name or weight.owner
         _, E = axes(weight.name, weight.value, 'V E')
         check_parameter(weight, weight.value.shape, sparse=True)
-        check(f'table of {positions.name}', positions.table, (len(positions.table), E))
+        check(f'table of {encoding.name}', encoding.table, (len(encoding.table), E))
 
     def forward(self, ids: Array, positions: Array | None = None, step: Array | None = None,
                 first: int = 0) -> tuple[Array, Ctx]:
@@ -55,26 +54,26 @@ class EmbeddingPositions:
             raise ValueError(f'{self.name}: first={first}, expected 0 to {longest - 1}, the last row of the table of positions')
         y = empty((N, E), activations(), f'{self.name}.y')
         launch('embedding_positions_forward', y, self.weight.value, ids, self.encoding.table[first:], positions, step, N, V, E,
-               longest - first, self.scale, self.p, self.key)
+               longest - first, self.encoding.scale, self.p, self.key)
         return y, self.Ctx(ids, step if self.p else None)
 
     def backward(self, dy: Array, ctx: Ctx) -> None:
         V, E = self.weight.value.shape
         check('dy', dy, (*ctx.ids.shape, E), REAL)
         launch('embedding_positions_backward', self.weight.grad, self.weight.touched, dy, ctx.ids, ctx.step, ctx.ids.size, V, E,
-               self.scale, self.p, self.key)
+               self.encoding.scale, self.p, self.key)
 
     @staticmethod
     def reference(ids: np.ndarray, positions: np.ndarray | None = None, step: np.ndarray | None = None, first: int = 0, *,
-                  weight: np.ndarray, scale: float, halves: bool, p: float = 0.0, key: int = 0) -> np.ndarray:
+                  weight: np.ndarray, encoding: Positions, p: float = 0.0, key: int = 0) -> np.ndarray:
         at = np.zeros(len(ids), np.int32) if positions is None else positions
-        y = Positions.reference(weight[ids], first, at, scale, halves=halves)
+        y = Positions.reference(weight[ids], first, at, encoding.scale, halves=encoding.halves)
         return y if step is None or not p else Dropout.reference(y, step, p, key)
 
     @staticmethod
     def example(normal: Normal) -> Example:
         return ([np.array([1, 0, 3, 1], np.int32), np.array([0, 1, 0, 1], np.int32), np.array([3])],
-                dict(weight=normal(5, 6), positions=Positions(6, 8, 3.0), p=0.3, key=7))
+                dict(weight=normal(5, 6), encoding=Positions(6, 8, 3.0), p=0.3, key=7))
 
 
 declare(embedding_positions_forward=Kernel(bytes=lambda s: s['R'] * s['E'] * 12 + s['R'] * 8),

@@ -324,7 +324,7 @@ class CutPairs(Cut):
         self._pairs, self.tokens, self.sizes, self.filled = pairs, self.weight, pairs.sizes, pairs.filled
 
     def gradients(self, model, rows, sizes):
-        """Add the gradients of a part to the gradients of the parameters.   rows: of the part;  sizes: those of Pairs.sizes"""
+        """Add the gradients of a part to the gradients of the parameters.   rows: of the part;  sizes: as from Pairs.sizes"""
         self.note(Parts.gradients_of(model, self._pairs.batch(rows, *sizes), self.mask, self.share))
 
 

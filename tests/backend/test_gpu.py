@@ -604,7 +604,7 @@ REFUSED = {
     'no library': (dict(PYOPS_CUDA_LIBRARY='{no_library}'), '{no_library}: cannot be loaded ({no_library}: file too short); '
                    'run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA'),
     'another version': (dict(PYOPS_CUDA_LIBRARY='{another_version}'), '{another_version}: ABI version 3, this Python side '
-                        f'wants {library.ABI_VERSION}; run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA'),
+                        f'needs {library.ABI_VERSION}; run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA'),
 }
 
 
@@ -738,7 +738,7 @@ def test_the_kernels_of_attention_can_be_chosen_and_others_are_refused(on_gpu):
         on_gpu.precision = 'bf16'
         mma, wgmma = weighted('mma'), weighted('wgmma')
         assert np.abs(mma - wgmma).max() < 0.05 and np.abs(mma).max() > 1
-        with pytest.raises(ValueError, match="attention: want by size, mma, wgmma, got 'flash'"):
+        with pytest.raises(ValueError, match="attention: expected by size, mma, wgmma, got 'flash'"):
             on_gpu.attention = 'flash'
         assert on_gpu.attention == 'wgmma'
     finally:

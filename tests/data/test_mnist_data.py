@@ -228,7 +228,7 @@ def test_the_table_has_the_sizes_of_the_published_files():
 
 @pytest.fixture(scope='module')
 def real():
-    """Those of $PYOPS_DATA."""
+    """The files in $PYOPS_DATA."""
     folder = os.environ.get('PYOPS_DATA')
     if not folder or locate.find_files('mnist', folder) is None:
         pytest.skip('needs MNIST: python -m pyops.data get mnist, and set PYOPS_DATA to its folder')

@@ -48,7 +48,7 @@ def run_ranks(ranks, *arguments, **variables):
 
 
 def lines_of(err, *programs):
-    """Return the lines of standard error without those of mpirun about ranks that ended."""
+    """Return the lines of standard error without the lines of mpirun about ranks that ended."""
     lines = map(str.strip, err.splitlines())            # mpirun puts a blank before a line that follows one of its own
     return [line for line in lines if line.startswith((*programs, 'rank ', 'error: '))]
 

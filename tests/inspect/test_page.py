@@ -140,7 +140,7 @@ def test_views_of_the_map(shown, dump):
     shown.go('format=hifp8')
     assert shown.ask('document.querySelector("[data-view=scales]").disabled')
     shown.go('format=hifp8&view=scales')
-    assert 'no block scales' in shown.text('#map')
+    assert 'no scales that are powers of two' in shown.text('#map')
     shown.go('')
     assert shown.z() == shown.z('map')
 

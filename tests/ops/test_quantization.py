@@ -310,7 +310,7 @@ def test_the_text_of_a_recipe_is_short(text, want):
 
 
 @pytest.mark.parametrize('text,want', [
-    ('mxfp9', 'mxfp9: no such number format; did you mean mxfp8 or mxfp4.*'),
+    ('mxfp9', 'mxfp9: no such number format; did you mean mxfp8 or mxfp6 or mxfp4.*'),
     ('fdw=mxfp8', 'fdw: no such operand; did you mean fwd .*'),
     ('fwd=mxfp8:scal=even', 'scal: mxfp8 has no such option; did you mean scale.*'),
     ('fwd', 'fwd: expected a format after it, such as fwd=mxfp8'),
@@ -504,7 +504,7 @@ def test_what_a_run_rounds_is_the_flag_then_the_checkpoint_then_the_environment(
     with pytest.raises(UserError, match='^--quant-layers output: expected a recipe too; add one such as --quant'):
         quant('--quant-layers output')
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'mxfp5')
-    with pytest.raises(UserError, match='^CUSTOM_QUANT_TYPE=mxfp5: mxfp5: no such number format; did you mean mxfp8 or mxfp4'):
+    with pytest.raises(UserError, match='^CUSTOM_QUANT_TYPE=mxfp5: mxfp5: no such number format; did you mean mxfp8 or mxfp6 '):
         quant()
     assert quant('--quant none') == ('none', '') and quant('', kept) == ('hifp8', 'output')        # where it is not used
     assert 'CUSTOM_QUANT_TYPE=mxfp5: ignored, since the checkpoint was trained with --quant hifp8' in capsys.readouterr().err

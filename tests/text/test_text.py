@@ -249,7 +249,7 @@ def test_encode_cuts_sentences_and_ends_shorter_ones():
 # ---- hold_out and references -----------------------------------------------------------------------------------------
 
 def numbered(count, references=2):
-    """A corpus of `count` sources with `references` targets each, those of one source far apart."""
+    """A corpus of `count` sources with `references` targets each; the targets of one source are far apart."""
     return Corpus('numbers', [f'source {n}' for _ in range(references) for n in range(count)],
                   [f'target {n} {k}' for k in range(references) for n in range(count)])
 

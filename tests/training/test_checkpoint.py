@@ -643,8 +643,8 @@ def test_stale_temporaries(tmp_path):
 def test_find_reads_the_newest_checkpoint_once_and_no_older_one(tmp_path, monkeypatch):
     paths = [checkpoint.save_or_rescue(tmp_path, n, {'x': np.full(9, n)}, {}, NOON) for n in range(3)]
     read, hashed = [], []
-    read_metadata, digest = checkpoint._read_metadata, checkpoint._digest
-    monkeypatch.setattr(checkpoint, '_read_metadata', lambda path: read.append(path) or read_metadata(path))
+    read_header, digest = checkpoint._read_header, checkpoint._digest
+    monkeypatch.setattr(checkpoint, '_read_header', lambda path: read.append(path) or read_header(path))
     monkeypatch.setattr(checkpoint, '_digest', lambda *content: hashed.append(content) or digest(*content))
     assert checkpoint.find(tmp_path).path == paths[2]
     assert read == [paths[2]] and len(hashed) == 1

@@ -219,7 +219,7 @@ def test_without_minutes_only_epochs_are_saved(monkeypatch, capsys):
 
 
 def small_saver(path):
-    """That of a run with -c PATH."""
+    """Return the checkpoint of a run with -c PATH."""
     params = Parameters({'w': Spec((3,), zeros())})
     return fit.Saver(checkpoint.find(path), params, Adam(params, 0.1), fit.Run(0, 1), {})
 

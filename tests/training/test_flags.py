@@ -121,7 +121,7 @@ def test_a_package_of_programs_lists_them(package):
 
 
 @pytest.mark.parametrize('program, words', [
-    ('pyops', ['doctor', 'train', 'translate', 'evaluate', 'data', 'gradcheck', 'inspect', 'serve', 'export']),
+    ('pyops', ['doctor', 'train', 'translate', 'evaluate', 'data', 'gradcheck', 'inspect', 'serve', 'exercises', 'export']),
     ('pyops.data', ['list', 'get']), ('pyops.inspect', ['draw', 'serve', 'compare'])])
 def test_a_tool_without_a_command_lists_its_commands(program, words):
     status, out, error = run_program(program)

@@ -370,7 +370,7 @@ def test_a_plan_keeps_what_it_needs_alive_and_says_when_it_was_closed():
     blocks = [weakref.ref(block) for block in plan._blocks]
     plan.close()
     gc.collect()
-    assert len(blocks) > 3 and [block() is None for block in blocks].count(False) == 1      # that of the loss, held here
+    assert len(blocks) > 3 and [block() is None for block in blocks].count(False) == 1      # the loss, held here
     with pytest.raises(RuntimeError, match='closed'):
         plan.run()
     assert len(junk) == 1000

@@ -19,7 +19,7 @@ class FormatAnalysis:
     statistics: dict            # of pyops.inspect.statistics.quantization
     error: np.ndarray           # q - x as a small matrix, like Analysis.values
     scales: np.ndarray | None   # exponents of the block scales as a matrix of the same shape
-    cover: np.ndarray | None    # like Analysis.cover for the scales: those of blocks of zeros are missing
+    cover: np.ndarray | None    # like Analysis.cover for the scales: blocks of zeros have none
     exponents: tuple            # smallest, median and largest exponent; (0, 0, 0) without scales
     patch: np.ndarray           # q in the window of Analysis.patch
     relative: tuple             # edges, shares of numbers.relative_errors
