@@ -309,7 +309,8 @@ class _Hook:
     def __call__(self, *args):
         return self._call(*args) if self._call else None
 
-    __call__._torchdynamo_disable = True        # type: ignore[attr-defined]    # torch.compile calls it, but does not compile it
+    # torch.compile calls it, but does not compile it
+    __call__._torchdynamo_disable = True        # type: ignore[attr-defined]
 
     def __reduce__(self):
         return _Hook, ()
