@@ -187,6 +187,8 @@ def _read_hub(folder):
     _must_exist(path)
     try:
         tensors = load_file(path)
+        if any(tensor.dtype.name == 'bfloat16' for tensor in tensors.values()):     # if ml_dtypes is imported
+            raise TypeError('bfloat16')
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f'{path}: cannot be read ({error}); expected tensors of float32 or float16: save them so, '
                         'or get the file again') from error
