@@ -112,6 +112,19 @@ def leaky_relu(x: Numbers, negative_slope: float = 0.01) -> Tensor:
     return where(x > 0, x, x * negative_slope)
 
 
+def elu(x: Numbers, alpha: float = 1.0) -> Tensor:
+    """Return x where x > 0, else alpha (e^x - 1)."""
+    x = tensor(x)
+    return where(x > 0, x, alpha * (exp(where(x > 0, 0.0, x)) - 1))
+
+
+def softplus(x: Numbers, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """Return log(1 + e^(beta x)) / beta, and x itself where beta x > threshold."""
+    scaled = tensor(x) * beta
+    y = maximum(scaled, 0.0) + log(exp(-abs(scaled)) + 1)
+    return where(scaled > threshold, x, y / beta)
+
+
 def gelu(x: Numbers, approximate: str = 'none') -> Tensor:
     """Return x (1 + erf(x / sqrt(2))) / 2, elementwise; with approximate='tanh' PyTorch's formula with tanh."""
     x = tensor(x)
@@ -631,6 +644,28 @@ def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
                  count_include_pad=count_include_pad)
 
 
+def max_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0, dilation: int = 1,
+               ceil_mode: bool = False) -> Tensor:
+    """Return the maximum of each window: x (N, C, L) -> (N, C, Lo).  Settings as in max_pool2d."""
+    x = _with_height('max_pool1d', x)
+    return max_pool2d(x, (1, kernel_size), stride and (1, stride), (0, padding), (1, dilation), ceil_mode).squeeze(2)
+
+
+def avg_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False,
+               count_include_pad: bool = True) -> Tensor:
+    """Return the average of each window: x (N, C, L) -> (N, C, Lo).  Settings as in avg_pool2d."""
+    x = _with_height('avg_pool1d', x)
+    return avg_pool2d(x, (1, kernel_size), stride and (1, stride), (0, padding), ceil_mode, count_include_pad).squeeze(2)
+
+
+def _with_height(who: str, x: Numbers) -> Tensor:
+    """Return sequences (N, C, L) as images (N, C, 1, L)."""
+    x = tensor(x)
+    if x.ndim != 3:
+        raise ValueError(f'{who}: expected x (N, C, L), got shape {x.shape}')
+    return x.unsqueeze(2)
+
+
 def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
     """Return the averages of output_size windows per axis: x (N, C, H, W) -> (N, C, Ho, Wo).
 
@@ -738,7 +773,93 @@ def linear_cross_entropy(x: Numbers, weight: Numbers, bias: Numbers, labels: Num
     return loss.reshape(())
 
 
-def mse_loss(x: Numbers, target: Numbers) -> Tensor:
-    """Return the mean squared difference, shape ()."""
+def mse_loss(x: Numbers, target: Numbers, reduction: str = 'mean') -> Tensor:
+    """Return the mean of (x - target)^2.   reduction: 'mean' or 'sum' (shape ()), or 'none'"""
     difference = tensor(x) - target
-    return mean(difference * difference)
+    return _reduced('mse_loss', difference * difference, reduction)
+
+
+def l1_loss(x: Numbers, target: Numbers, reduction: str = 'mean') -> Tensor:
+    """Return the mean of |x - target|.   reduction: as in mse_loss"""
+    return _reduced('l1_loss', abs(tensor(x) - target), reduction)
+
+
+def huber_loss(x: Numbers, target: Numbers, reduction: str = 'mean', delta: float = 1.0) -> Tensor:
+    """Return the mean of d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2), for d = x - target."""
+    if not delta > 0:
+        raise ValueError(f'huber_loss: delta: expected a positive number, got {delta}')
+    d = tensor(x) - target
+    size = abs(d)
+    return _reduced('huber_loss', where(size <= delta, d * d * 0.5, (size - delta / 2) * delta), reduction)
+
+
+def smooth_l1_loss(x: Numbers, target: Numbers, reduction: str = 'mean', beta: float = 1.0) -> Tensor:
+    """Return huber_loss / beta, with delta = beta; l1_loss if beta is 0."""
+    return huber_loss(x, target, reduction, beta) / beta if beta else l1_loss(x, target, reduction)
+
+
+def binary_cross_entropy(x: Numbers, target: Numbers, weight: Numbers | None = None, reduction: str = 'mean') -> Tensor:
+    """Return the mean of -(target log x + (1 - target) log(1 - x)), for probabilities x.
+
+    weight: factor of each element, of a shape that broadcasts.  Logarithms are at least -100, as in PyTorch; where they are
+    limited, there is no gradient.
+    """
+    x, target = tensor(x), tensor(target)
+    losses = -(target * _limited_log(x) + (1 - target) * _limited_log(1 - x))
+    return _reduced('binary_cross_entropy', losses if weight is None else losses * weight, reduction)
+
+
+def _limited_log(x: Tensor) -> Tensor:
+    """Return max(log x, -100)."""
+    inside = x > math.exp(-87)              # the smallest float32 of full precision is e^-87.3
+    return where(inside, log(where(inside, x, 1.0)), -100.0)
+
+
+def binary_cross_entropy_with_logits(x: Numbers, target: Numbers, weight: Numbers | None = None, reduction: str = 'mean',
+                                     pos_weight: Numbers | None = None) -> Tensor:
+    """Return binary_cross_entropy(sigmoid(x), target), which is finite for every logit x.
+
+    weight, pos_weight: factors of each element, and of the terms of positive targets, of shapes that broadcast
+    """
+    x, target = tensor(x), tensor(target)
+    small = softplus(-x)
+    losses = (1 - target) * x + (small if pos_weight is None else ((tensor(pos_weight, x) - 1) * target + 1) * small)
+    return _reduced('binary_cross_entropy_with_logits', losses if weight is None else losses * weight, reduction)
+
+
+def kl_div(x: Numbers, target: Numbers, reduction: str = 'mean', log_target: bool = False) -> Tensor:
+    """Return the mean of target (log target - x), for logarithms x of probabilities.
+
+    reduction: also 'batchmean', the sum over all divided by the first size
+    log_target: target is the logarithm of the probabilities; else its zeros count as 0
+    """
+    x, target = tensor(x), tensor(target)
+    if log_target:
+        losses = exp(target) * (target - x)
+    else:
+        losses = target * (log(where(target > 0, target, 1.0)) - x)
+    if reduction == 'batchmean':
+        return losses.sum() / x.shape[0]
+    return _reduced('kl_div', losses, reduction)
+
+
+def _reduced(who: str, losses: Tensor, reduction: str) -> Tensor:
+    """Return the mean, the sum, or the losses themselves."""
+    _check_reduction(who, reduction)
+    return losses if reduction == 'none' else getattr(losses, reduction)()
+
+
+# ---- similarity --------------------------------------------------------------------------------------------------------
+
+@accepts_torch_names
+def normalize(x: Numbers, p: float = 2.0, axis: int = 1, eps: float = 1e-12) -> Tensor:
+    """Return x divided by its p-norm along an axis, or by eps if that is larger."""
+    x = tensor(x)
+    return x / norm(x, p, axis, True).maximum(eps)
+
+
+@accepts_torch_names
+def cosine_similarity(a: Numbers, b: Numbers, axis: int = 1, eps: float = 1e-8) -> Tensor:
+    """Return the cosine of the angle between vectors along an axis.  Norms count as at least eps."""
+    a, b = tensor(a), tensor(b)
+    return (a * b).sum(axis) / (norm(a, 2, axis).maximum(eps) * norm(b, 2, axis).maximum(eps))

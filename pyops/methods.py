@@ -217,6 +217,60 @@ class Methods:
         x = self._plain()
         return self._constant(abs(x) < math.inf)
 
+    def isinf(self) -> Self:
+        """Return a mask of the elements that are infinite."""
+        return self._constant(abs(self._plain()) == math.inf)
+
+    # the operators by PyTorch's names
+
+    def add(self, other: Numbers, alpha: float = 1) -> Self:
+        """Return x + alpha * other."""
+        return self + (other if alpha == 1 else self._operand(other) * alpha)
+
+    def sub(self, other: Numbers, alpha: float = 1) -> Self:
+        """Return x - alpha * other."""
+        return self - (other if alpha == 1 else self._operand(other) * alpha)
+
+    def mul(self, other: Numbers) -> Self:
+        """Return x * other."""
+        return self * other
+
+    def div(self, other: Numbers) -> Self:
+        """Return x / other."""
+        return self / other
+
+    def neg(self) -> Self:
+        """Return -x."""
+        return -self
+
+    def eq(self, other: Numbers) -> Self:
+        """Return the mask x == other."""
+        return self == other
+
+    def ne(self, other: Numbers) -> Self:
+        """Return the mask x != other."""
+        return self != other
+
+    def lt(self, other: Numbers) -> Self:
+        """Return the mask x < other."""
+        return self < other
+
+    def le(self, other: Numbers) -> Self:
+        """Return the mask x <= other."""
+        return self <= other
+
+    def gt(self, other: Numbers) -> Self:
+        """Return the mask x > other."""
+        return self > other
+
+    def ge(self, other: Numbers) -> Self:
+        """Return the mask x >= other."""
+        return self >= other
+
+    def rsqrt(self) -> Self:
+        """Return 1 / sqrt(x)."""
+        return 1.0 / self.sqrt()
+
     def pow(self, exponent: Numbers) -> Self:
         """Return x ** exponent."""
         return self ** exponent
@@ -243,6 +297,27 @@ class Methods:
     def matmul(self, other: Numbers) -> Self:
         """Return the matrix product x @ other."""
         return self @ other
+
+    def mm(self, other: Numbers) -> Self:
+        """Return the product of two matrices."""
+        return self._product('mm', other, 2)
+
+    def bmm(self, other: Numbers) -> Self:
+        """Return the products of two stacks of matrices: (B, M, K), (B, K, N) -> (B, M, N)."""
+        return self._product('bmm', other, 3)
+
+    def _product(self, who: str, other: Numbers, ndim: int) -> Self:
+        other = self._operand(other)
+        if self.ndim != ndim or other.ndim != ndim:
+            raise ValueError(f'{who}: expected two arrays of {ndim} axes, got shapes {self.shape} and {other.shape}; matmul '
+                             'takes more shapes')
+        return self @ other
+
+    def t(self) -> Self:
+        """Return the transpose of a matrix; PyTorch's x.t()."""
+        if self.ndim > 2:
+            raise ValueError(f't: expected at most 2 axes, got shape {self.shape}; use mT or transpose')
+        return self.permute(tuple(reversed(range(self.ndim))))
 
     def dot(self, other: Numbers) -> Self:
         """Return the sum of products over the last axis of x and the last but one of `other` (its only one if it is a

@@ -10,14 +10,15 @@ from pyops.nn.attention import (
 )
 from pyops.nn.container import ModuleDict, ModuleList, Residual, Sequential
 from pyops.nn.layers import (
+    ELU,
     GELU,
     AdaptiveAvgPool2d,
+    AvgPool1d,
     AvgPool2d,
     BatchNorm1d,
     BatchNorm2d,
     Conv1d,
     Conv2d,
-    CrossEntropyLoss,
     Dropout,
     Embedding,
     Flatten,
@@ -28,24 +29,36 @@ from pyops.nn.layers import (
     LeakyReLU,
     Linear,
     LogSoftmax,
+    MaxPool1d,
     MaxPool2d,
-    MSELoss,
-    NLLLoss,
     ReLU,
     Sigmoid,
     SiLU,
     Softmax,
-    SoftmaxLoss,
+    Softplus,
     Tanh,
+)
+from pyops.nn.losses import (
+    BCELoss,
+    BCEWithLogitsLoss,
+    CrossEntropyLoss,
+    HuberLoss,
+    KLDivLoss,
+    L1Loss,
+    MSELoss,
+    NLLLoss,
+    SmoothL1Loss,
+    SoftmaxLoss,
 )
 from pyops.nn.module import KernelLayer, Layer, Module, Parameter
 from pyops.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
-__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'AdaptiveAvgPool2d', 'AvgPool2d', 'BatchNorm1d', 'BatchNorm2d', 'Conv1d', 'Conv2d',
-           'CrossEntropyLoss', 'Dropout', 'Embedding', 'Flatten', 'GRUCell', 'GroupNorm', 'Identity', 'KernelLayer',
-           'LSTMCell', 'Layer', 'LayerNorm', 'LayerNorm1d', 'LeakyReLU', 'Linear', 'LogSoftmax', 'MSELoss', 'MaxPool2d',
-           'Module', 'ModuleDict', 'ModuleList', 'MultiHeadAttention', 'MultiheadAttention', 'NLLLoss', 'Parameter', 'RNNCell',
-           'ReLU', 'Residual', 'Sequential', 'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh', 'Transformer',
+__all__ = ['ELU', 'GELU', 'GRU', 'LSTM', 'RNN', 'AdaptiveAvgPool2d', 'AvgPool1d', 'AvgPool2d', 'BCELoss', 'BCEWithLogitsLoss',
+           'BatchNorm1d', 'BatchNorm2d', 'Conv1d', 'Conv2d', 'CrossEntropyLoss', 'Dropout', 'Embedding', 'Flatten', 'GRUCell',
+           'GroupNorm', 'HuberLoss', 'Identity', 'KLDivLoss', 'KernelLayer', 'L1Loss', 'LSTMCell', 'Layer', 'LayerNorm',
+           'LayerNorm1d', 'LeakyReLU', 'Linear', 'LogSoftmax', 'MSELoss', 'MaxPool1d', 'MaxPool2d', 'Module', 'ModuleDict',
+           'ModuleList', 'MultiHeadAttention', 'MultiheadAttention', 'NLLLoss', 'Parameter', 'RNNCell', 'ReLU', 'Residual',
+           'Sequential', 'SiLU', 'Sigmoid', 'SmoothL1Loss', 'Softmax', 'SoftmaxLoss', 'Softplus', 'Tanh', 'Transformer',
            'TransformerDecoder', 'TransformerDecoderLayer', 'TransformerEncoder', 'TransformerEncoderLayer']
 
 

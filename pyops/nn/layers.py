@@ -1,4 +1,4 @@
-"""Feed-forward layers and losses: linear, activations, norms, dropout, embedding, convolution.
+"""Feed-forward layers: linear, activations, norms, dropout, embedding, convolution.
 
 Parameter names and shapes match PyTorch's, so its weights can be loaded.
 """
@@ -93,6 +93,32 @@ class LeakyReLU(Layer):
 
     def settings(self) -> str:
         return f'{self.negative_slope}'
+
+
+class ELU(Layer):
+    """y = x where x > 0, else alpha (e^x - 1).  inplace has no effect."""
+
+    def __init__(self, alpha: float = 1.0, inplace: bool = False) -> None:
+        self.alpha = alpha
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.elu(x, self.alpha)
+
+    def settings(self) -> str:
+        return f'alpha={self.alpha}'
+
+
+class Softplus(Layer):
+    """y = log(1 + e^(beta x)) / beta, and x where beta x > threshold."""
+
+    def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
+        self.beta, self.threshold = beta, threshold
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.softplus(x, self.beta, self.threshold)
+
+    def settings(self) -> str:
+        return f'beta={self.beta}, threshold={self.threshold}'
 
 
 class SiLU(_Activation):
@@ -474,6 +500,36 @@ class AvgPool2d(KernelLayer):
         return _pooling_settings(self, ceil_mode=False, count_include_pad=True)
 
 
+class MaxPool1d(Layer):
+    """The maximum of each window: x (N, C, L) -> (N, C, Lo).  Settings as in MaxPool2d, all ints."""
+
+    def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0, dilation: int = 1,
+                 return_indices: bool = False, ceil_mode: bool = False) -> None:
+        if return_indices:
+            raise ValueError('MaxPool1d: return_indices: expected False, got True; the op keeps its indices for itself')
+        self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
+        self.padding, self.dilation, self.ceil_mode = padding, dilation, ceil_mode
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.max_pool1d(x, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
+
+    settings = MaxPool2d.settings
+
+
+class AvgPool1d(Layer):
+    """The average of each window: x (N, C, L) -> (N, C, Lo).  Settings as in AvgPool2d, all ints."""
+
+    def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False,
+                 count_include_pad: bool = True) -> None:
+        self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
+        self.padding, self.ceil_mode, self.count_include_pad = padding, ceil_mode, count_include_pad
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.avg_pool1d(x, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
+
+    settings = AvgPool2d.settings
+
+
 class AdaptiveAvgPool2d(Layer):
     """The averages of output_size windows per axis: x (N, C, H, W) -> (N, C, Ho, Wo).  output_size: an int or a pair."""
 
@@ -501,59 +557,3 @@ def _filters(in_channels: int, out_channels: int, window: tuple[int, ...], group
         raise ValueError(f'groups: expected a divisor of {in_channels} and {out_channels} channels, got {groups}')
     return (Parameter((out_channels, in_channels // groups, *window), init.kaiming_uniform()),
             Parameter((out_channels,), init.zeros()) if bias else None)
-
-
-# ---- losses ------------------------------------------------------------------------------------------------------------
-
-class CrossEntropyLoss(Layer):
-    """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index;  x (..., C), labels (...) int32.
-
-    weight (C,), reduction and label_smoothing, by name: as in F.cross_entropy, which also takes x (N, C, ...).
-    On arrays, x is (R, C) and the loss (1,); backward(dloss (1,), ctx) returns dx.
-    """
-
-    def __init__(self, ignore_index: int = -100, *, weight: Numbers | None = None, reduction: str = 'mean',
-                 label_smoothing: float = 0.0) -> None:
-        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
-        self.weight = None if weight is None else Tensor(weight)
-
-    def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(x, labels, self.ignore_index, self.weight, self.reduction, self.label_smoothing)
-
-    def forward_arrays(self, x: Array, labels: Array) -> tuple[Array, Any]:
-        if self.weight is not None or self.reduction != 'mean' or self.label_smoothing:
-            return Layer.forward_arrays(self, x, labels)
-        op = ops.CrossEntropy(self.ignore_index, name=self._path or 'loss')
-        loss, ctx = op.forward(x, labels)
-        return loss, (op, ctx)
-
-    def backward(self, dy: Array, ctx: Any) -> Array:
-        if not isinstance(ctx[0], ops.CrossEntropy):
-            return Layer.backward(self, dy, ctx)
-        op, ctx = ctx
-        return self._naming(op.backward, dy, ctx)
-
-
-class SoftmaxLoss(CrossEntropyLoss):
-    """CrossEntropyLoss under the name that the needle course uses."""
-
-
-class NLLLoss(Layer):
-    """Return the mean of -x[label] over rows whose label is not ignore_index, for logarithms x of probabilities, such as those
-    of LogSoftmax.  Shapes, weight and reduction as in F.cross_entropy."""
-
-    def __init__(self, ignore_index: int = -100, *, weight: Numbers | None = None, reduction: str = 'mean') -> None:
-        self.ignore_index, self.reduction = ignore_index, reduction
-        self.weight = None if weight is None else Tensor(weight)
-
-    def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.nll_loss(x, labels, self.weight, self.ignore_index, self.reduction)
-
-
-class MSELoss(Layer):
-    """Return the mean squared difference of x and target, which have one shape."""
-
-    def forward_tensors(self, x: Tensor, target: Tensor) -> Tensor:
-        if x.shape != target.shape:
-            raise ValueError(f'target: expected shape {x.shape}, got {target.shape}')
-        return F.mse_loss(x, target)

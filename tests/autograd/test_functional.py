@@ -1,5 +1,7 @@
 """Every function on Tensors against PyTorch in float64: value and gradient, with a random upstream gradient, at several
 shapes and axes; and the second derivatives, where there are any."""
+import operator
+
 import numpy as np
 import pytest
 from arrays import close, normal
@@ -102,6 +104,10 @@ CASES = [
     *case('silu', lambda F, x: F.silu(x), lambda torch, x: torch.nn.functional.silu(x), *ONE),
     *case('gelu', lambda F, x: F.gelu(x), lambda torch, x: torch.nn.functional.gelu(x), *ONE, second=False),
     *alike('maximum', *TWO), *alike('minimum', *TWO), *alike('maximum', *TWO, draw=tied), *alike('minimum', *TWO, draw=tied),
+    *alike('elu', *ONE, theirs='nn.functional.elu', draw=away_from_0),
+    *alike('softplus', *ONE, theirs='nn.functional.softplus'),
+    *case('softplus-beta-threshold', lambda F, x: F.softplus(x, 2.0, 1.0),
+          lambda torch, x: torch.nn.functional.softplus(x, 2.0, 1.0), [(3, 5)]),
     # reductions
     *reduction('sum', lambda torch, x, axis, keep: x.sum(axis, keep)),
     *reduction('mean', lambda torch, x, axis, keep: x.mean(axis, keep)),
@@ -267,7 +273,33 @@ CASES = [
           lambda torch, x, w, b: torch.nn.functional.cross_entropy(
               torch.nn.functional.linear(x, w, b).reshape(6, 5), torch.tensor(LABELS).long().reshape(6), label_smoothing=0.1),
           [(2, 3, 4), (5, 4), (5,)], second=False),
-    *alike('mse_loss', [(2, 3), (2, 3)], theirs='nn.functional.mse_loss'),
+    *(one for name in ('mse_loss', 'l1_loss', 'huber_loss', 'smooth_l1_loss') for how in ('mean', 'sum', 'none')
+      for one in case(f'{name}-{how}',
+                      lambda F, x, y, name=name, how=how: getattr(F, name)(x, y, reduction=how) * (x * y).sum(),
+                      lambda torch, x, y, name=name, how=how: getattr(torch.nn.functional, name)(x, y, reduction=how)
+                      * (x * y).sum(), [(2, 3), (2, 3)])),
+    *case('huber_loss-delta', lambda F, x, y: F.huber_loss(x, y, delta=0.4) * x.sum(),
+          lambda torch, x, y: torch.nn.functional.huber_loss(x, y, delta=0.4) * x.sum(), [(5,), (5,)]),
+    *case('smooth_l1_loss-0', lambda F, x, y: F.smooth_l1_loss(x, y, beta=0.0) * x.sum(),
+          lambda torch, x, y: torch.nn.functional.smooth_l1_loss(x, y, beta=0.0) * x.sum(), [(5,), (5,)]),
+    *case('binary_cross_entropy',
+          lambda F, x, y, w: F.binary_cross_entropy(F.sigmoid(x), F.sigmoid(y), w.detach()) + 0 * w.sum(),
+          lambda torch, x, y, w: torch.nn.functional.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w.detach()) + 0 * w.sum(),
+          [(2, 3), (2, 3), (3,)], second=False),
+    *case('binary_cross_entropy_with_logits', lambda F, x, y, w, p: F.binary_cross_entropy_with_logits(x, y, w, 'sum', p),
+          lambda torch, x, y, w, p: torch.nn.functional.binary_cross_entropy_with_logits(
+              x, y, w, reduction='sum', pos_weight=p), [(2, 3), (2, 3), (3,), (3,)],
+          draw=(normal, positive, positive, positive)),
+    *(one for how in ('mean', 'batchmean', 'sum', 'none')
+      for one in case(f'kl_div-{how}', lambda F, x, y, how=how: F.kl_div(F.log_softmax(x), F.softmax(y), how),
+                      lambda torch, x, y, how=how: torch.nn.functional.kl_div(x.log_softmax(-1), y.softmax(-1), reduction=how),
+                      [(2, 3), (2, 3)])),
+    *case('kl_div-of-logarithms', lambda F, x, y: F.kl_div(x, y, log_target=True),
+          lambda torch, x, y: torch.nn.functional.kl_div(x, y, log_target=True), [(2, 3), (2, 3)]),
+    *case('normalize', lambda F, x: F.normalize(x, dim=-1), lambda torch, x: torch.nn.functional.normalize(x, dim=-1),
+          [(3, 4)]),
+    *case('cosine_similarity', lambda F, a, b: F.cosine_similarity(a, b),
+          lambda torch, a, b: torch.nn.functional.cosine_similarity(a, b), [(3, 4), (3, 4)]),
     # by methods
     *alike('sin', *ONE), *alike('cos', *ONE),
     *case('clip', lambda F, x: F.clip(x, -0.5, 1), lambda torch, x: x.clip(-0.5, 1), [(3, 4)]),
@@ -301,6 +333,10 @@ CASES = [
           [(2, 3, 4)]),
     *case('chunk-dim', lambda F, x: F.softmax(x, dim=0).chunk(2, dim=1), lambda torch, x: torch.softmax(x, 0).chunk(2, 1),
           [(3, 5)]),
+    *case('operators-by-name', lambda F, a, b: a.add(b, alpha=2).mul(a).sub(b).div(b * b + 1).neg() + b.square().add(1).rsqrt(),
+          lambda torch, a, b: a.add(b, alpha=2).mul(a).sub(b).div(b * b + 1).neg() + b.square().add(1).rsqrt(), [(3, 4), (4,)]),
+    *case('mm-bmm-t', lambda F, a, b, c: (a.mm(b.t()) * c.bmm(c)).sum(0),
+          lambda torch, a, b, c: (a.mm(b.t()) * c.bmm(c)).sum(0), [(3, 4), (3, 4), (2, 3, 3)]),
     # chains
     *case('chain', lambda F, x, w: ((x @ w).tanh().sum(1, True) / (x * x + 1)).logsumexp((0, 1)) * w.mean(),
           lambda torch, x, w: ((x @ w).tanh().sum(1, True) / (x * x + 1)).logsumexp((0, 1)) * w.mean(), [(3, 4), (4, 2)]),
@@ -411,3 +447,41 @@ def test_batch_norm_refuses_running_statistics_that_it_cannot_update():
 def test_batch_norm_in_evaluation_without_running_statistics_names_them():
     with pytest.raises(ValueError, match='batch_norm: running_mean and running_var: expected arrays in evaluation, got None'):
         F.batch_norm(Tensor(np.ones((3, 2), np.float32)), None, None)
+
+
+@pytest.mark.parametrize('x', [-200.0, -30.0, 0.0, 30.0, 200.0])
+@pytest.mark.parametrize('target', [0.0, 0.25, 1.0])
+def test_binary_cross_entropy_of_logits_is_finite_and_exact_for_any_logit(x, target):
+    y, dx = value_and_gradient(lambda x: F.binary_cross_entropy_with_logits(x, target), x)
+    want = max(x, 0) - x * target + np.log1p(np.exp(-abs(x)))
+    assert abs(y - want) <= 1e-6 * max(1, want) and abs(dx - (1 / (1 + np.exp(-x)) - target)) <= 1e-6
+
+
+def test_binary_cross_entropy_of_0_and_1_is_limited_as_in_torch(torch):
+    x, target = np.float32([0, 1, 0, 1, 0.5]), np.float32([0, 1, 1, 0, 1])
+    ours = F.binary_cross_entropy(x, target, reduction='none').numpy()
+    theirs = torch.nn.functional.binary_cross_entropy(torch.tensor(x), torch.tensor(target), reduction='none').numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_zeros_of_a_target_add_nothing_to_the_divergence(torch):
+    x, target = np.log(np.float32([[0.5, 0.5], [0.25, 0.75]])), np.float32([[1, 0], [0.5, 0.5]])
+    theirs = torch.nn.functional.kl_div(torch.tensor(x), torch.tensor(target), reduction='none').numpy()
+    np.testing.assert_allclose(F.kl_div(x, target, 'none').numpy(), theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize('call, message', [
+    (lambda x: F.l1_loss(x, x, 'average'), "l1_loss: reduction: expected 'mean', 'sum' or 'none', got 'average'"),
+    (lambda x: F.huber_loss(x, x, delta=0.0), 'huber_loss: delta: expected a positive number, got 0.0'),
+    (lambda x: x.mm(x[0]), r'mm: expected two arrays of 2 axes, got shapes \(2, 3\) and \(3,\); matmul takes more shapes'),
+    (lambda x: x[None].t(), r't: expected at most 2 axes, got shape \(1, 2, 3\); use mT or transpose')])
+def test_what_these_functions_refuse(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(Tensor(np.ones((2, 3), np.float32)))
+
+
+def test_comparisons_by_name_are_masks():
+    a, b = Tensor(np.float32([1, 2, 3])), np.float32([2, 2, 2])
+    for name in ('eq', 'ne', 'lt', 'le', 'gt', 'ge'):
+        assert getattr(a, name)(b).tolist() == getattr(operator, name)(a.numpy(), b).tolist()
+    assert Tensor(np.float32([1, np.inf, -np.inf, np.nan])).isinf().tolist() == [False, True, True, False]

@@ -49,6 +49,8 @@ class Row:
 IDS, LABELS = np.array([[3, 1], [0, 3], [6, 6]], np.int32), np.array([2, 0, -100, 1], np.int32)
 MASK = np.tril(np.ones((5, 5), bool))
 PADDING = np.array([[False] * 5, [False, False, False, True, True], [False] * 4 + [True]])
+PROBABILITIES = np.exp(normal(4, 3))
+PROBABILITIES /= PROBABILITIES.sum(1, keepdims=True)
 TABLE = [
     Row('linear', lambda: nn.Linear(7, 5), lambda t: t.Linear(7, 5), (normal(4, 7),)),
     Row('linear-of-sequences', lambda: nn.Linear(7, 5), lambda t: t.Linear(7, 5), (normal(3, 4, 7),)),
@@ -97,6 +99,10 @@ TABLE = [
         (normal(2, 3, 6, 7),)),
     Row('avg_pool2d-ceil-no-padding', lambda: nn.AvgPool2d(3, 2, 1, True, False), lambda t: t.AvgPool2d(3, 2, 1, True, False),
         (normal(2, 3, 6, 7),)),
+    Row('max_pool1d', lambda: nn.MaxPool1d(3, 2, 1, 2, ceil_mode=True), lambda t: t.MaxPool1d(3, 2, 1, 2, ceil_mode=True),
+        (normal(2, 3, 10),)),
+    Row('avg_pool1d', lambda: nn.AvgPool1d(3, padding=1, count_include_pad=False),
+        lambda t: t.AvgPool1d(3, padding=1, count_include_pad=False), (normal(2, 3, 8),)),
     *(Row(f'adaptive_avg_pool2d-{size}', lambda size=size: nn.AdaptiveAvgPool2d(size),
           lambda t, size=size: t.AdaptiveAvgPool2d(size), (normal(2, 3, 6, 8),)) for size in (1, (3, 4), (4, 7), (9, 8))),
     Row('sequential', lambda: nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)),
@@ -109,7 +115,15 @@ TABLE = [
     Row('nll-sum', lambda: nn.NLLLoss(1, reduction='sum'), lambda t: t.NLLLoss(ignore_index=1, reduction='sum'),
         (normal(4, 3, 2), np.array([[0, 1], [2, 1], [2, 2], [0, 0]], np.int32))),
     Row('softmax_loss', nn.SoftmaxLoss, lambda t: t.CrossEntropyLoss(), (normal(4, 3), LABELS)),
-    Row('mse', nn.MSELoss, lambda t: t.MSELoss(), (normal(4, 3), normal(4, 3))),
+    *(Row(f'{name}-{how}', lambda name=name, how=how: getattr(nn, name)(reduction=how),
+          lambda t, name=name, how=how: getattr(t, name)(reduction=how), (normal(4, 3), normal(4, 3)))
+      for name in ('MSELoss', 'L1Loss', 'HuberLoss', 'SmoothL1Loss', 'BCEWithLogitsLoss') for how in ('mean', 'none')),
+    Row('huber-delta', lambda: nn.HuberLoss('sum', 0.3), lambda t: t.HuberLoss('sum', 0.3), (normal(4, 3), normal(4, 3))),
+    Row('bce', nn.BCELoss, lambda t: t.BCELoss(), (PROBABILITIES, PROBABILITIES[::-1].copy())),
+    Row('kl_div', lambda: nn.KLDivLoss('batchmean'), lambda t: t.KLDivLoss('batchmean'),
+        (np.log(PROBABILITIES), PROBABILITIES[::-1].copy())),
+    Row('elu', lambda: nn.ELU(0.5), lambda t: t.ELU(0.5), (normal(4, 7),)),
+    Row('softplus', lambda: nn.Softplus(2.0, 1.0), lambda t: t.Softplus(2.0, 1.0), (normal(4, 7),)),
     Row('rnn_cell', lambda: nn.RNNCell(4, 5), lambda t: t.RNNCell(4, 5), (normal(3, 4), normal(3, 5))),
     Row('rnn_cell-from-zeros', lambda: nn.RNNCell(4, 5), lambda t: t.RNNCell(4, 5), (normal(3, 4),),
         no_gradient=('weight_hh',)),

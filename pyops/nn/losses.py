@@ -1,0 +1,138 @@
+"""Losses.  Each compares outputs of a model with a target; names and arguments are PyTorch's."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyops import functional as F
+from pyops import ops
+from pyops.autograd import Tensor
+from pyops.nn.module import Layer
+
+if TYPE_CHECKING:
+    from pyops.typing import Array, Numbers
+
+
+class CrossEntropyLoss(Layer):
+    """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index;  x (..., C), labels (...) int32.
+
+    weight (C,), reduction and label_smoothing, by name: as in F.cross_entropy, which also takes x (N, C, ...).
+    On arrays, x is (R, C) and the loss (1,); backward(dloss (1,), ctx) returns dx.
+    """
+
+    def __init__(self, ignore_index: int = -100, *, weight: Numbers | None = None, reduction: str = 'mean',
+                 label_smoothing: float = 0.0) -> None:
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.weight = None if weight is None else Tensor(weight)
+
+    def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(x, labels, self.ignore_index, self.weight, self.reduction, self.label_smoothing)
+
+    def forward_arrays(self, x: Array, labels: Array) -> tuple[Array, Any]:
+        if self.weight is not None or self.reduction != 'mean' or self.label_smoothing:
+            return Layer.forward_arrays(self, x, labels)
+        op = ops.CrossEntropy(self.ignore_index, name=self._path or 'loss')
+        loss, ctx = op.forward(x, labels)
+        return loss, (op, ctx)
+
+    def backward(self, dy: Array, ctx: Any) -> Array:
+        if not isinstance(ctx[0], ops.CrossEntropy):
+            return Layer.backward(self, dy, ctx)
+        op, ctx = ctx
+        return self._naming(op.backward, dy, ctx)
+
+
+class SoftmaxLoss(CrossEntropyLoss):
+    """CrossEntropyLoss under the name that the needle course uses."""
+
+
+class NLLLoss(Layer):
+    """Return the mean of -x[label] over rows whose label is not ignore_index, for logarithms x of probabilities, such as those
+    of LogSoftmax.  Shapes, weight and reduction as in F.cross_entropy."""
+
+    def __init__(self, ignore_index: int = -100, *, weight: Numbers | None = None, reduction: str = 'mean') -> None:
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.weight = None if weight is None else Tensor(weight)
+
+    def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.nll_loss(x, labels, self.weight, self.ignore_index, self.reduction)
+
+
+class _Difference(Layer):
+    """A loss of x and a target of the same shape.   reduction: 'mean' or 'sum' (shape ()), or 'none' (that of x)"""
+
+    def __init__(self, reduction: str = 'mean') -> None:
+        self.reduction = reduction
+
+    def losses(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss."""
+        raise NotImplementedError
+
+    def forward_tensors(self, x: Tensor, target: Tensor) -> Tensor:
+        if x.shape != target.shape:
+            raise ValueError(f'target: expected shape {x.shape}, got {target.shape}')
+        return self.losses(x, target)
+
+
+class MSELoss(_Difference):
+    """Return the mean squared difference of x and target."""
+
+    def losses(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(x, target, self.reduction)
+
+
+class L1Loss(_Difference):
+    """Return the mean absolute difference of x and target."""
+
+    def losses(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.l1_loss(x, target, self.reduction)
+
+
+class HuberLoss(_Difference):
+    """Return the mean of d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2), for d = x - target."""
+
+    def __init__(self, reduction: str = 'mean', delta: float = 1.0) -> None:
+        self.reduction, self.delta = reduction, delta
+
+    def losses(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.huber_loss(x, target, self.reduction, self.delta)
+
+
+class SmoothL1Loss(_Difference):
+    """Return HuberLoss / beta, with delta = beta; L1Loss if beta is 0."""
+
+    def __init__(self, reduction: str = 'mean', beta: float = 1.0) -> None:
+        self.reduction, self.beta = reduction, beta
+
+    def losses(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.smooth_l1_loss(x, target, self.reduction, self.beta)
+
+
+class BCELoss(_Difference):
+    """Return the mean of -(target log x + (1 - target) log(1 - x)), for probabilities x.   weight: a factor per element"""
+
+    def __init__(self, weight: Numbers | None = None, *, reduction: str = 'mean') -> None:
+        self.reduction, self.weight = reduction, None if weight is None else Tensor(weight)
+
+    def losses(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy(x, target, self.weight, self.reduction)
+
+
+class BCEWithLogitsLoss(_Difference):
+    """Return BCELoss of sigmoid(x), which is finite for every logit x.   pos_weight: factor of the terms of positive targets"""
+
+    def __init__(self, weight: Numbers | None = None, *, reduction: str = 'mean', pos_weight: Numbers | None = None) -> None:
+        self.reduction = reduction
+        self.weight, self.pos_weight = (None if one is None else Tensor(one) for one in (weight, pos_weight))
+
+    def losses(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(x, target, self.weight, self.reduction, self.pos_weight)
+
+
+class KLDivLoss(_Difference):
+    """Return the mean of target (log target - x), for logarithms x of probabilities.   reduction: also 'batchmean'"""
+
+    def __init__(self, reduction: str = 'mean', log_target: bool = False) -> None:
+        self.reduction, self.log_target = reduction, log_target
+
+    def losses(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.kl_div(x, target, self.reduction, self.log_target)
