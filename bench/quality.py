@@ -270,7 +270,7 @@ def measure(args):
         pyops=__version__, python=platform.python_version(), numpy=np.__version__, threads=threads, isa=backend.isa(),
         precision=flags.precision or CPU_PRECISIONS[0],
         minutes=args.minutes, epochs=args.epochs, eval_every_s=args.eval_every, slice_s=args.slice,
-        recipe=shlex.join(recipe), settings=settings, parameters=model.params.count(), corpus=data.corpus.name,
+        recipe=shlex.join(recipe), settings=settings, parameters=model.params.count(), corpus=Path(data.corpus.name).name,
         pairs=len(data.train), test_sentences=len(judge.sources), left_out=judge.left_out,
         is_sorted=args.sort, padding=padding_share(settings, data.train, args.sort), is_finished=False)
     print(f'test : {len(judge.sources)} sentences; {judge.left_out} more have a translation that occurs in training\n'
