@@ -60,7 +60,7 @@ class NLLLoss(Layer):
 class _Difference(Layer):
     """A loss of x and a target of the same shape.   reduction: 'mean' or 'sum' (shape ()), or 'none' (that of x)"""
 
-    def __init__(self, reduction: str = 'mean') -> None:
+    def __init__(self, *, reduction: str = 'mean') -> None:
         self.reduction = reduction
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class HuberLoss(_Difference):
 class SmoothL1Loss(_Difference):
     """Return HuberLoss / beta, with delta = beta; L1Loss if beta is 0."""
 
-    def __init__(self, reduction: str = 'mean', beta: float = 1.0) -> None:
+    def __init__(self, *, reduction: str = 'mean', beta: float = 1.0) -> None:
         self.reduction, self.beta = reduction, beta
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class BCEWithLogitsLoss(_Difference):
 class KLDivLoss(_Difference):
     """Return the mean of target (log target - x), for logarithms x of probabilities.   reduction: also 'batchmean'"""
 
-    def __init__(self, reduction: str = 'mean', log_target: bool = False) -> None:
+    def __init__(self, *, reduction: str = 'mean', log_target: bool = False) -> None:
         self.reduction, self.log_target = reduction, log_target
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def reduction(name, theirs, **options):
 ONE = [(5,)], [(2, 3, 4)], [()], [(0, 3)]
 TWO = [(3,), (3,)], [(2, 3, 4), (3, 1)], [(), (2, 2)], [(4, 1), (1, 5)], [(2, 0), (1, 1)]
 IDS = np.array([[1, 3, 1], [0, 1, 4]], np.int32)
+WEIGHTS = np.float32([0.5, 1, 3]), np.float32([2, 1, 0.25])
 LABELS = np.array([[1, -100, 2], [0, 4, -100]], np.int32)
 
 def lstm_of_torch(torch, x, h, c, *weights):
@@ -286,10 +287,11 @@ CASES = [
           lambda F, x, y, w: F.binary_cross_entropy(F.sigmoid(x), F.sigmoid(y), w.detach()) + 0 * w.sum(),
           lambda torch, x, y, w: torch.nn.functional.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w.detach()) + 0 * w.sum(),
           [(2, 3), (2, 3), (3,)], second=False),
-    *case('binary_cross_entropy_with_logits', lambda F, x, y, w, p: F.binary_cross_entropy_with_logits(x, y, w, 'sum', p),
-          lambda torch, x, y, w, p: torch.nn.functional.binary_cross_entropy_with_logits(
-              x, y, w, reduction='sum', pos_weight=p), [(2, 3), (2, 3), (3,), (3,)],
-          draw=(normal, positive, positive, positive)),
+    *case('binary_cross_entropy_with_logits',
+          lambda F, x, y: F.binary_cross_entropy_with_logits(x, y, WEIGHTS[0], 'sum', WEIGHTS[1]),
+          lambda torch, x, y: torch.nn.functional.binary_cross_entropy_with_logits(
+              x, y, torch.tensor(WEIGHTS[0]), reduction='sum', pos_weight=torch.tensor(WEIGHTS[1])), [(2, 3), (2, 3)],
+          draw=(normal, positive)),
     *(one for how in ('mean', 'batchmean', 'sum', 'none')
       for one in case(f'kl_div-{how}', lambda F, x, y, how=how: F.kl_div(F.log_softmax(x), F.softmax(y), how),
                       lambda torch, x, y, how=how: torch.nn.functional.kl_div(x.log_softmax(-1), y.softmax(-1), reduction=how),

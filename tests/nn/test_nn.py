@@ -120,7 +120,7 @@ TABLE = [
       for name in ('MSELoss', 'L1Loss', 'HuberLoss', 'SmoothL1Loss', 'BCEWithLogitsLoss') for how in ('mean', 'none')),
     Row('huber-delta', lambda: nn.HuberLoss('sum', 0.3), lambda t: t.HuberLoss('sum', 0.3), (normal(4, 3), normal(4, 3))),
     Row('bce', nn.BCELoss, lambda t: t.BCELoss(), (PROBABILITIES, PROBABILITIES[::-1].copy())),
-    Row('kl_div', lambda: nn.KLDivLoss('batchmean'), lambda t: t.KLDivLoss('batchmean'),
+    Row('kl_div', lambda: nn.KLDivLoss(reduction='batchmean'), lambda t: t.KLDivLoss(reduction='batchmean'),
         (np.log(PROBABILITIES), PROBABILITIES[::-1].copy())),
     Row('elu', lambda: nn.ELU(0.5), lambda t: t.ELU(0.5), (normal(4, 7),)),
     Row('softplus', lambda: nn.Softplus(2.0, 1.0), lambda t: t.Softplus(2.0, 1.0), (normal(4, 7),)),
