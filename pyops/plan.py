@@ -31,7 +31,7 @@ from pyops.backend import kernels, library, location
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pyops.params import Parameters
     from pyops.profile import Profile
@@ -116,13 +116,45 @@ class Action(NamedTuple):
         return inputs, outputs, {name: t for name, t in self.tensors.items() if name == 'work'}
 
     def __str__(self) -> str:
-        inputs, outputs, _ = self.split()
-        sides = [', '.join(f'{name} {tensor}' for name, tensor in side.items()) for side in (inputs, outputs)]
         sizes = ' '.join(f'{name}={value:g}' if isinstance(value, float) else
                          f'{name}={_shape(value)}' if isinstance(value, tuple) else f'{name}={int(value)}'
                          for name, value in self.scalars.items())
-        title = ''.join(word.capitalize() for word in self.kernel.split('_'))
-        return f'{"[once]" if self.once else ""}{title}Action: {sides[0]}{" " if sides[0] else ""}-> {sides[1]}  [{sizes}]'
+        return _line(self, f'[{sizes}]')
+
+
+class HostAction(NamedTuple):
+    """A Python function between the kernels of a step (backend.call), such as a sum over ranks; with the interface of an
+    Action."""
+    kernel: str                     # the name of the function
+    function: Callable[[], Any]
+    inputs: dict[str, PlanTensor]
+    outputs: dict[str, PlanTensor]
+    arrays: dict[str, Array]        # the inputs and outputs
+    once: bool = False
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, PlanTensor]:
+        return self.inputs | self.outputs
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def split(self) -> tuple[dict[str, PlanTensor], dict[str, PlanTensor], dict[str, PlanTensor]]:
+        """Return inputs, outputs and scratch, as Action.split does."""
+        return self.inputs, self.outputs, {}
+
+    def __str__(self) -> str:
+        return _line(self, '[on the host]')
+
+
+def _line(action, sizes):
+    """Return the line of a listing about an action."""
+    inputs, outputs, _ = action.split()
+    sides = [', '.join(f'{name} {tensor}' for name, tensor in side.items()) for side in (inputs, outputs)]
+    title = ''.join(word.capitalize() for word in action.kernel.split('_'))
+    return f'{"[once]" if action.once else ""}{title}Action: {sides[0]}{" " if sides[0] else ""}-> {sides[1]}  {sizes}'
 
 
 class MemoryUse(NamedTuple):
@@ -219,7 +251,7 @@ class Plan:
         if self.actions:
             raise RuntimeError('a plan records only once; create another one')
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(backend.hooks(self._allocate, self._record, self._note))
+        self._stack.enter_context(backend.hooks(self._allocate, self._record, self._note, self._call))
         _recording.append(self)
         return self
 
@@ -285,7 +317,11 @@ class Plan:
                                    for a, value in zip(arguments, values, strict=False)]))
             return False
 
-        with backend.hooks(allocate, record, lambda *_, **__: None):
+        def record_call(name):
+            calls.append((name, []))
+            return False
+
+        with backend.hooks(allocate, record, lambda *_, **__: None, lambda name, *_: record_call(name)):
             yield calls
 
     def _give_back(self, block):
@@ -297,6 +333,11 @@ class Plan:
         tensors = {a.name: self._tensor(v, f'{kernel}.{a.name}') for a, v in zip(arguments, values, strict=False)
                    if a.pointer and v is not None and a.name not in _LAYOUT}
         self.actions.append(Action(kernel, tuple(self._keep(v) for v in values), tensors, self._once))
+        return self._runs_while_recorded or self._once
+
+    def _call(self, name, function, inputs, outputs):
+        tensors = [{key: self._tensor(array, f'{name}.{key}') for key, array in side.items()} for side in (inputs, outputs)]
+        self.actions.append(HostAction(name, function, *tensors, inputs | outputs, self._once))
         return self._runs_while_recorded or self._once
 
     def _note(self, op, product, layer, weight=None, bias=None, rows=None, steps=False, heads=0):
@@ -365,8 +406,9 @@ class Plan:
     def _compile(self):
         """Convert the recorded calls to the layout that pyops_replay expects."""
         self.replayed = [action for action in self.actions if not action.once]
-        self._calls = self._device.calls([(action.kernel, [_address(self._device, v) for v in action.values])
-                                          for action in self.replayed])
+        self._calls = self._device.calls([
+            (action.kernel, action.function if isinstance(action, HostAction) else
+             [_address(self._device, v) for v in action.values]) for action in self.replayed])
 
     def run(self, first: int = 0, last: int | None = None) -> None:
         """Replay the step, or actions first to last - 1.  Raises ValueError naming the action whose kernel refused its
@@ -377,6 +419,11 @@ class Plan:
         if self._closed:
             raise RuntimeError('this plan is closed and its memory freed; record another one')
         self._calls.run(first, last)
+
+    def timed(self, first: int = 0, last: int | None = None) -> list[tuple[Action, float]]:
+        """Replay actions first to last - 1, all by default, and return each with its seconds."""
+        times = self._calls.time(first, last)
+        return list(zip(self.replayed[first:last], times, strict=True))
 
     def feed(self, **arrays: Any) -> None:
         """Copy arrays into the inputs with these names.  Raises TypeError for a dtype that cannot be cast, and ValueError for
@@ -413,6 +460,8 @@ class Plan:
 
     def argument(self, action: Action, name: str) -> Any:
         """Return the array passed as an action's argument, None for NULL."""
+        if isinstance(action, HostAction):
+            return action.arrays[name]
         names = [a.name for a in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
         value = action.values[names.index(name)]
         if not isinstance(value, _Reference):
@@ -466,6 +515,8 @@ class Plan:
         for i, action in enumerate(self.actions):
             names = [tensor.name for tensor in action.tensors.values() if id(tensor.base or tensor) in known]
             kernel = kernels.KERNELS.get(action.kernel)
+            if isinstance(action, HostAction):
+                continue
             if names and kernel is None:
                 found.append(f'action {i}, {action.kernel}: takes {names[0]}, and the kernel is not declared; the module that '
                              'launches it must: pyops.backend.kernels.declare')

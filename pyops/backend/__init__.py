@@ -209,6 +209,17 @@ def launch(name, *values):
     device.launch(name, *values)
 
 
+def call(name, function, inputs, outputs):
+    """Run function(), Python code between the kernels of a step, such as a sum over ranks.  A recording plan calls it at every
+    replay.
+
+    inputs, outputs: {name: array} of the arrays that it reads and writes, at least one output.  They must outlive the step.
+    function launches no kernels: a recording plan would record them, too.
+    """
+    if state.on_call is None or not state.in_hooked_thread() or state.on_call(name, function, inputs, outputs):
+        function()
+
+
 def gemm(c, a, b, bias=None, accumulate=False, relu=False):
     """Compute c (+)= a b + bias.  c (M, N) with contiguous rows, a (M, K) and b (K, N) with any strides, bias (N,) or None.
 

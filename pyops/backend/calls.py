@@ -1,4 +1,6 @@
 """A recorded list of kernel calls in the memory layout of pyops_replay."""
+import time
+
 import numpy as np
 
 from pyops.backend import library
@@ -6,7 +8,7 @@ from pyops.backend import library
 
 class Calls:
     """A list of kernel calls on a device.  calls: (kernel, values) for each call, values in the order of the header, arrays as
-    addresses.
+    addresses; or (name, function) for a Python function between kernels.
 
     The caller must keep the memory at these addresses alive.
     """
@@ -14,11 +16,14 @@ class Calls:
     def __init__(self, calls, device):
         ffi, _, functions = library.cpu()
         self._device, self.kernels = device, [kernel for kernel, _ in calls]
-        self._values = ffi.new('pyops_value[]', max(sum(len(values) for _, values in calls), 1))
+        self._functions = {i: values for i, (_, values) in enumerate(calls) if callable(values)}
+        self._values = ffi.new('pyops_value[]', max(sum(len(values) for _, values in calls if not callable(values)), 1))
         self._list = ffi.new('pyops_action[]', max(len(calls), 1))
         self._seconds, self._at = ffi.new('double[]', max(len(calls), 1)), ffi.new('int64_t *')
         at = 0
         for i, (kernel, values) in enumerate(calls):
+            if i in self._functions:
+                continue
             self._list[i].kernel = self._number(f'pyops_{kernel}'.encode())
             self._list[i].first_value = at
             for argument, value in zip(functions[f'pyops_{kernel}'].arguments, values, strict=False):
@@ -31,13 +36,27 @@ class Calls:
                 at += 1
 
     def run(self, first=0, last=None):
-        """Run the calls [first, last).  An exception names the call that failed."""
-        self._replay(first, len(self.kernels) if last is None else last, timed=False)
+        """Run the calls [first, last).  An exception of a kernel names the call that failed."""
+        self._run(first, len(self.kernels) if last is None else last, timed=False)
 
-    def time(self):
-        """Run all calls and return the seconds of each."""
-        self._replay(0, len(self.kernels), timed=True)
-        return list(self._seconds[0:len(self.kernels)])
+    def time(self, first=0, last=None):
+        """Run the calls [first, last) and return the seconds of each."""
+        last = len(self.kernels) if last is None else last
+        self._run(first, last, timed=True)
+        return list(self._seconds[first:last])
+
+    def _run(self, first, last, timed):
+        """Replay the kernels between the functions, and call the functions."""
+        for i, function in self._functions.items():
+            if first <= i < last:
+                if first < i:
+                    self._replay(first, i, timed)
+                start = time.perf_counter()
+                function()
+                self._seconds[i] = time.perf_counter() - start
+                first = i + 1
+        if first < last:
+            self._replay(first, last, timed)
 
     def places(self, arguments):
         """Return for (number of a call, number of its argument) the places that change() takes, int64 (n,)."""
@@ -51,6 +70,7 @@ class Calls:
 
     def close(self):
         self._values = self._list = None
+        self._functions = {}
 
     def _number(self, name):
         """Return the index of a kernel in the library that replays the calls."""

@@ -334,7 +334,7 @@ class Graph(Calls):
         self._lib = library.cuda().lib              # for __del__
 
     def run(self, first=0, last=None):
-        if first or last is not None:
+        if first or last is not None or self._functions:        # a graph cannot call Python
             return super().run(first, last)
         if self._precision != self._device.precision:
             self._drop()

@@ -12,20 +12,22 @@ hooked_thread = None
 on_allocate = None      # on_allocate(shape, dtype, name, kind) returns the arrays of `empty`
 on_launch = None        # on_launch(name, values) receives each launch and returns whether to run it now
 on_note = None          # on_note(...) receives the arguments of note_product
+on_call = None          # on_call(name, function, inputs, outputs) receives each `call` and returns whether to run it now
 
 
 @contextlib.contextmanager
-def hooks(allocate=None, listen=None, note=None):
+def hooks(allocate=None, listen=None, note=None, call=None):
     """Install hooks inside the block: allocate(shape, dtype, name, kind) returns the arrays of `empty`, listen(name, values)
-    returns whether a launch runs, and note(...) receives the arguments of `note_product`.  None keeps the current hook."""
-    global hooked_device, hooked_thread, on_allocate, on_launch, on_note
-    before = hooked_device, hooked_thread, on_allocate, on_launch, on_note
-    hooked_device, hooked_thread, on_allocate, on_launch, on_note = (
-        device, threading.get_ident(), allocate or on_allocate, listen or on_launch, note or on_note)
+    returns whether a launch runs, note(...) receives the arguments of `note_product`, and call(...) returns whether a `call`
+    runs.  None keeps the current hook."""
+    global hooked_device, hooked_thread, on_allocate, on_launch, on_note, on_call
+    before = hooked_device, hooked_thread, on_allocate, on_launch, on_note, on_call
+    hooked_device, hooked_thread, on_allocate, on_launch, on_note, on_call = (
+        device, threading.get_ident(), allocate or on_allocate, listen or on_launch, note or on_note, call or on_call)
     try:
         yield
     finally:
-        hooked_device, hooked_thread, on_allocate, on_launch, on_note = before
+        hooked_device, hooked_thread, on_allocate, on_launch, on_note, on_call = before
 
 
 def in_hooked_thread():

@@ -492,6 +492,36 @@ def test_every_kernel_of_the_header_is_declared():
     assert machine().flops > 1e8 and machine().bandwidth > 1e8
 
 
+def test_a_python_function_between_kernels_is_recorded_replayed_and_timed(tmp_path):
+    x, y, two, seen = put(np.ones(4, 'f')), put(np.zeros(4, 'f')), put(np.full(1, 2, 'f')), []
+
+    def function():
+        seen.append(get(y).tolist())
+        x[...] = get(y) + 1
+
+    plan = Plan(run=False, x=x, y=y)
+    with plan:
+        backend.launch('scale', y, x, two, 4)
+        backend.call('sum_somewhere', function, {'y': y}, {'x': x})
+        backend.launch('scale', y, x, two, 4)
+    assert seen == []
+    plan.run()
+    assert seen == [[2] * 4] and get(y).tolist() == [6] * 4
+    plan.run(2, 3)
+    assert len(seen) == 1
+    plan.run(0, 2)
+    assert seen[1] == [6] * 4 and get(x).tolist() == [7] * 4
+    plan.check()
+    assert str(plan).endswith('SumSomewhereAction: y Tensor(y)(4) -> x Tensor(x)(4)  [on the host]\n' + str(plan.actions[2]))
+    profile = plan.profile(runs=2)
+    assert [row.name for row in profile.rows()] == ['scale -> y', 'sum_somewhere -> x', 'scale -> y']
+    assert (profile.times > 0).all() and [one for one, _ in plan.timed(1, 3)] == plan.actions[1:]
+    plan.dot(tmp_path / 'plan.dot')
+    assert '"sum_somewhere"' in (tmp_path / 'plan.dot').read_text() and plan.undeclared() == []
+    backend.call('sum_somewhere', function, {'y': y}, {'x': x})         # without a plan, now
+    assert seen[-1] == get(y).tolist()
+
+
 def test_the_trace_is_what_chrome_reads(tmp_path):
     plan, _ = Tiny().record()
     plan.profile(runs=2).trace(tmp_path / 'trace.json')
