@@ -924,12 +924,14 @@ PYOPS_API pyops_status pyops_scaled_decode(
  * A kernel that adds to blocks that are not dense must mark them.  touched NULL, here and below: all blocks are dense.
  * zero_touched  grad[i] = 0 in the blocks whose word is not 0, so all of grad is 0;  clears PYOPS_TOUCHED in the words
  */
-enum { PYOPS_GRAD_BLOCK = 256, PYOPS_TOUCHED = 1, PYOPS_DENSE = 2 };
+enum { PYOPS_GRAD_BLOCK = 256, PYOPS_TOUCHED = 1, PYOPS_DENSE = 2, PYOPS_NORM_CHUNK = 16384 };
 
 PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream);
 
 /* ---- optimiser: one call for all parameters, stored in one buffer ---------------------------
- * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n)
+ * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n).  On a CPU
+ *            chunks have PYOPS_NORM_CHUNK floats, and work begins with the sum of squares of each, a double: the norm is the
+ *            root of their sum in order, so ranks that own whole chunks can compute it together
  * clip       grad[i] *= min(1, max_norm / norm[0])
  * adam       g = grad[i] * min(1, max_norm / norm[0]) + weight_decay param[i]     (norm NULL: not clipped; grad is unchanged)
  *            m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2

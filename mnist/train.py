@@ -40,7 +40,8 @@ def main(argv=None):
             name: value for name, value in vars(args).items() if name not in ('data_dir', 'threads', 'report')})
     vars(args).update(quantization.resolve(args))               # the manifest of saved tensors records the recipe
     family = quantization.family_of(vars(args))
-    model, optimizer, whole_step, inputs = prepare(images, labels, args.hidden, args.seed, args.lr, family, not wanted)
+    model, optimizer, whole_step, inputs = prepare(images, labels, args.hidden, args.seed, args.lr, family, not wanted,
+                                                   args.shard_optimizer)
     if isinstance(family, quantization.Family):
         print(family.check())
     evaluation = program.Evaluation(*evaluated, model.predict)
@@ -87,14 +88,15 @@ def main(argv=None):
     trainer.leave()
 
 
-def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=True):
+def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=True, sharded=False):
     """Return model, optimizer, step(rows) -> loss, and {name: array} of the plan inputs.
 
     images (N, 784) uint8, labels (N,) int32: numpy arrays.  layer_ops: source of the layers, pyops.ops or a
     pyops.quantization.Family.  as_one: allow the whole step to be one op; its layers take their names from the op.
+    sharded: ranks share the moments of the optimizer
     """
     from mnist.model import MLP, Config
-    from pyops import backend, ops
+    from pyops import backend, distributed, ops
     from pyops.ops import MLPGradients
     from pyops.optim import Adam
 
@@ -102,6 +104,8 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
     label_table = labels.reshape(-1, 1)
     layer_ops = layer_ops or ops
     model = MLP(Config(hidden=hidden, ops=layer_ops), seed)
+    if sharded:
+        distributed.shard(model.params)
     optimizer = Adam(model.params, lr, max_norm=MAX_NORM)
     if layer_ops is not ops:
         layer_ops.step = optimizer.count

@@ -94,44 +94,55 @@ def training_step(args, step, params, rows, smaller='-b', sizes=None, filled=Non
     step(rows), params, inputs: as for Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
     sizes(rows): the sizes of a batch, and the step is step(rows, *sizes), as for SizedSteps;  None: a batch has no other sizes
     filled(rows): as for SizedSteps
-    step may be a CutStep; then the functions above compute a part, and --plan and so on describe the step of a part.
+    step may be a CutStep; then the functions above compute a part, and --plan and so on describe the step of a part, then the
+    sums over ranks and the update.
     The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
     UserError if the step does not fit in memory.
     """
     if isinstance(step, CutStep):
         return _cut_step(args, step, params, rows, smaller, sizes, filled, inputs)
+    steps = _replayed(args, step, params, sizes, filled, inputs)
+    if not isinstance(steps, Steps | SizedSteps):
+        return steps
+    return steps if _introduce(args, smaller, steps.plan(rows)) else None
+
+
+def _replayed(args, step, params, sizes, filled, inputs):
+    """Return the Steps or SizedSteps of a step; a function that calls it if the flags ask for no plan."""
     if args.no_plan and not plan_requested(args):
         return (lambda rows: step(backend.put(rows), *sizes(rows))) if sizes else step
-    steps = SizedSteps(step, sizes, params, filled, **inputs) if sizes else Steps(step, params, **inputs)
-    recorded = steps.plan(rows)
+    return SizedSteps(step, sizes, params, filled, **inputs) if sizes else Steps(step, params, **inputs)
+
+
+def _introduce(args, smaller, recorded, update=None, timeline=None):
+    """Print the summary of a step and return True; or describe it, if the flags ask for that, and return False.
+
+    recorded: the Plan of the step, or of a part of it;  update, timeline: as for plan.describe
+    """
     if plan_requested(args):
-        plan.describe(args, recorded)
-        return None
+        plan.describe(args, recorded, update, timeline)
+        return False
     _must_fit('a training step', recorded.memory().peak, smaller)
-    if text := plan.before_training(args, recorded):
+    if text := plan.before_training(args, recorded, update):
         print(text, flush=True)
-    return steps
+    return True
 
 
 def _cut_step(args, step, params, rows, smaller, sizes, filled, inputs):
     """Return training_step(...) for a CutStep."""
-    gradients = training_step(args, step.gradients, params, step.cut.first_part(rows), smaller, sizes, filled, **inputs)
-    if gradients is None:
-        return None
-
-    def update():
-        step.update(step.cut.loss)
-
-    if not args.no_plan:
-        with plan.Plan(params, run=False, **inputs) as recorded:
-            update()
-        update = recorded.run
+    steps = CutSteps(step, _replayed(args, step.gradients, params, sizes, filled, inputs), params)
+    if not args.no_plan or plan_requested(args):
+        update = steps.record_update(**inputs)
+        if distributed.can_overlap() and not step.cut.fast:
+            steps.overlap(steps.plan(rows))
+        if not _introduce(args, smaller, steps.plan(rows), update, lambda: steps.timeline(rows)):
+            return None
     if args.listing != 'nothing':
         ranks, hosts = distributed.size(), len(set(distributed.hosts()))
         print(f'parts : {step.cut.parts} of each batch, on {ranks} rank{"s" * (ranks > 1)}'
               + f' on {hosts} host{"s" * (hosts > 1)}, {backend.threads()} threads each' * (ranks > 1)
               + '; the step above is one part, without the update', flush=True)
-    return CutSteps(step.cut, gradients, update, params)
+    return steps
 
 
 def steps_left(run, batches, epochs, max_steps=math.inf):
@@ -244,6 +255,7 @@ class Trainer:
         self._pending = []                                      # batch sizes of the steps whose results have not been read
         self._polled = self._saved = time.perf_counter()
         self._save_after = 60 * saver.minutes if saver and saver.minutes else math.inf
+        self._is_save_due = False                               # whether the last checkpoint is older than that
         self._on_cpu = backend.current_device().is_host          # reading results costs nothing there
         self._display = self._metrics = self.signal = None
 
@@ -322,9 +334,11 @@ class Trainer:
                 return
 
     def _is_over(self):
-        """Return whether to end the run now.  All ranks call it after the same steps, and get the same answer."""
-        failed = int(self._output.failure is not None)
-        reason = distributed.largest(1 + self._stop.signal if self._stop else failed)
+        """Return whether to end the run now, and note whether to save.  All ranks call it after the same steps, and get the
+        same answers: they save together."""
+        reason = 1 + self._stop.signal if self._stop else int(self._output.failure is not None)
+        is_due = time.perf_counter() - self._saved > self._save_after
+        reason, self._is_save_due = divmod(distributed.largest(2 * reason + is_due), 2)
         if reason > 1:
             self._stop.signal = signal.Signals(reason - 1)      # which another rank may have got
         return bool(reason) or self._left <= 0
@@ -347,7 +361,7 @@ class Trainer:
                     self._read(end)
                 if is_over:
                     break
-                if time.perf_counter() - self._saved > self._save_after:
+                if self._is_save_due:
                     self._read(end)
                     # No checkpoint by time while the loss may be exploding.  After an epoch's last step: see Epoch.save.
                     if run.position < end and not self._watch.at_save():
@@ -441,7 +455,7 @@ class Epoch:
         is_due = trainer._is_over() or trainer.is_done or saver and run.epoch % saver.every == 0
         if is_due:
             trainer._save_and_print()
-        elif time.perf_counter() - trainer._saved > trainer._save_after and not trainer._watch.at_save():
+        elif trainer._is_save_due and not trainer._watch.at_save():
             trainer._save_and_print(by_time=True)
 
 
@@ -449,12 +463,14 @@ class _Left(Exception):
     """Leaves the block of a Trainer within an epoch."""
 
 
-def tensors(params, optimizer=None):
+def tensors(params, optimizer=None, moments=None):
     """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments and step count.
 
     If the optimizer averages the parameters, the average has their name, since it is used to serve; they are named `trained`.
+    moments: the flat buffers of both moments, if ranks share them; None: those of the parameters
     """
-    groups = dict(parameter=params.values) | (dict(adam_m=params.m, adam_v=params.v) if optimizer else {})
+    m, v = moments or (params.m, params.v)
+    groups = dict(parameter=params.values) | (dict(adam_m=m, adam_v=v) if optimizer else {})
     if optimizer and optimizer.average is not None:
         groups |= dict(parameter=optimizer.average, trained=params.values)
     arrays = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
@@ -467,7 +483,8 @@ def restore(params, optimizer, arrays, path, left_out=()):
 
     Raises UserError naming the first tensor that is missing, unknown or of another shape.
     """
-    places = tensors(params, optimizer)
+    whole = optimizer and params.shares and [backend.zeros(params.values.size) for _ in range(2)]
+    places = tensors(params, optimizer, whole)
     if not optimizer:
         arrays = {name: tensor for name, tensor in arrays.items() if name.startswith('parameter/')}
     for name, place in places.items():
@@ -480,14 +497,16 @@ def restore(params, optimizer, arrays, path, left_out=()):
     for name, place in places.items():
         if name.removeprefix('parameter/') not in left_out:
             place[...] = arrays[name]
+    if whole:
+        params.m[...], params.v[...] = (moment[params.shares.mine] for moment in whole)
 
 
-def check_model_memory(specs, flags):
+def check_model_memory(specs, flags, shares=1):
     """Raise UserError if a model with these specs cannot fit: values, gradients and Adam's moments in float32.
 
-    flags: those that make the model smaller, for the message.
+    flags: those that make the model smaller, for the message;  shares: number of ranks that share the moments
     """
-    _must_fit('the model', 4 * 4 * sum(math.prod(spec.shape) for spec in specs.values()), flags)
+    _must_fit('the model', (8 + 8 // shares) * sum(math.prod(spec.shape) for spec in specs.values()), flags)
 
 
 def _must_fit(what, needed, flags):
@@ -519,7 +538,8 @@ class Saver:
         if not distributed.is_first():
             return
         names_and_state = 2 ** 20                               # bytes
-        size = sum(tensor.nbytes for tensor in tensors(params, optimizer).values())
+        alike = params.values, params.values                    # a whole moment is as large
+        size = sum(tensor.nbytes for tensor in tensors(params, optimizer, alike).values())
         checkpoint.check_free_space(self.folder, size + names_and_state)
 
     def __call__(self, by_time=False):
@@ -530,14 +550,17 @@ class Saver:
         `keep`, no other file is ever removed.
         Raises UserError, and saves nothing, if a parameter is not finite: a step can cause that after its loss was computed,
         and such a checkpoint is useless.
-        Of several ranks only rank 0 saves; the others return the path of the checkpoint that the run started from.
+        Of several ranks only rank 0 saves; the others return the path of the checkpoint that the run started from.  All ranks
+        call it, since rank 0 needs their shares of the moments.
         """
+        moments = self._moments()
         if not distributed.is_first():
             return self.last
         if not np.isfinite(backend.get(self._params.values)).all():
             raise UserError(f'after {self._run.epoch} epochs parameters are no longer finite, and they are not saved; '
                             f'lower the learning rate with -l; {checkpoint.last(self.last)}')
-        self.last = checkpoint.save_or_rescue(self.folder, self._run.epoch, *self._content(by_time), last_path=self.last)
+        self.last = checkpoint.save_or_rescue(self.folder, self._run.epoch, *self._content(moments, by_time),
+                                              last_path=self.last)
         if self._replaced:
             self._remove(self._replaced)
         self._replaced = self.last if by_time else None
@@ -554,12 +577,18 @@ class Saver:
             return
         if run.best is None or (value < run.best if self._metric == 'validation' else value > run.best):
             run.best, run.best_epoch = value, run.epoch
+            moments = self._moments()
             if distributed.is_first():
-                checkpoint.save(os.path.join(self.folder, checkpoint.BEST), *self._content(by_time=False))
+                checkpoint.save(os.path.join(self.folder, checkpoint.BEST), *self._content(moments, by_time=False))
 
-    def _content(self, by_time):
-        """Return the tensors and the state of a checkpoint."""
-        arrays = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer).items()}
+    def _moments(self):
+        """Return the flat buffers of both moments if ranks share them, on rank 0; else None."""
+        shares = self._params.shares
+        return shares and [shares.whole(flat) for flat in (self._params.m, self._params.v)]
+
+    def _content(self, moments, by_time):
+        """Return the tensors and the state of a checkpoint.   moments: as for tensors()"""
+        arrays = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer, moments).items()}
         return arrays, self._state | {'run': self._run.asdict(), 'by_time': by_time}
 
     @staticmethod

@@ -146,11 +146,16 @@ def add_rank_flags(parser, default):
     group.add_argument('--reduce', choices=('exact', 'fast'), default='exact',
                        help='exact: the fixed order; fast: the order of the MPI library, and one part for each rank '
                        '(default %(default)s)')
+    group.add_argument('--shard-optimizer', action='store_true',
+                       help='each rank keeps the moments of Adam of its share of the parameters, and updates this share; the '
+                       'same bits and the same checkpoint')
 
 
 def use_ranks(args):
     """Join the ranks that a launcher started, and give each its share of the cores.  Call it after use_device()."""
     from pyops import backend, distributed
+    if args.shard_optimizer and args.reduce == 'fast':
+        raise UserError('--shard-optimizer: needs the fixed order of sums; leave out --reduce fast')
     distributed.init()
     if distributed.size() == 1:
         return

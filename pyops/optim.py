@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pyops import backend
+from pyops.backend import library
 from pyops.backend.kernels import Kernel, declare
 from pyops.params import Parameters
 from pyops.schedules import (  # noqa: F401  names of this module
@@ -122,7 +123,7 @@ class Optimizer:
         self._tensors: list[Any] = []
         self._together: list[Any] = []
         if self.params is not None:
-            self._units = [(self.params, [getattr(params, name) for name in self.MOMENTS])]
+            self._units = [(_own_share(self.params), [getattr(params, name) for name in self.MOMENTS])]
             self.param_groups.append(Group(self, None))
             self._groups = [self.param_groups[0]]
         else:
@@ -138,6 +139,9 @@ class Optimizer:
                 self._groups += [self.param_groups[-1]] * len(found)
             whole = {id(unit) for unit in units}
             self._together = [tensor for tensor in self._tensors if id(getattr(tensor, 'home', None)) in whole]
+            if any(getattr(unit, 'shares', None) is not None for unit in units):
+                raise TypeError(f'{type(self).__name__}: ranks share the moments of these parameters, got Tensors; pass the '
+                                'Parameters that was given to pyops.distributed.shard')
             self._units = [(unit, [backend.zeros(unit.values.size) for _ in self.MOMENTS]) for unit in units]
             self._own = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
                          for name, moment in zip(self.MOMENTS, moments, strict=True)}
@@ -183,18 +187,27 @@ class Optimizer:
             group.rate[...] = value
 
     def step(self) -> None:
-        """Update all parameters once."""
+        """Update all parameters once.  If ranks share the moments (pyops.distributed.shard), each updates its share and gets
+        the others."""
         for tensor in self._together:                   # Adam's m and v would still move its value
             if not tensor.requires_grad:
                 raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off later; '
                                    'create a new optimizer')
         ready = [(unit, group, moments) for (unit, moments), group in zip(self._units, self._groups, strict=True)
                  if unit.grads is not None]
+        shares = None if self.params is None else self.params.shares
+        if shares is not None:
+            ready = [one for one in ready if one[0].values.size]        # with more ranks than chunks, some shares are empty
         if self.max_norm:
-            self._find_norm([unit for unit, *_ in ready])
+            if ready:
+                self._find_norm([unit for unit, *_ in ready])
+            if shares is not None:
+                shares.find_norm(self.norm, self._work)
         backend.launch('increment', self.count)
         for unit, group, moments in ready:
             self._update(unit, group, self.norm if self.max_norm else None, *moments)
+        if shares is not None and self.params is not None:
+            shares.gather(self.params.values)
         if self.average is not None and self.params is not None:
             backend.launch('ema', self.average, self.params.values, self.count, self.average.size, self.decay)
         for tensor in self._tensors:
@@ -229,6 +242,9 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradients.  Call it before each backward pass."""
+        if self.params is not None:
+            self.params.zero_grads()
+            return
         for unit, _ in self._units:
             unit.zero_grads()
 
@@ -354,6 +370,9 @@ class Muon(Adam):
                  weight_decay: float = 0.0, matrices: Callable[[str, Sequence[int]], bool] = is_hidden_matrix,
                  adam: dict[str, Any] | None = None) -> None:
         self._check_positional(more)
+        if getattr(params, 'shares', None) is not None:
+            raise TypeError('Muon: ranks cannot share its moments, since a matrix may be in several shares; use Adam, or '
+                            'leave out pyops.distributed.shard')
         super().__init__(params, lr, max_norm=max_norm, **adam or {})
         self._check(1, momentum=momentum)
         self._check(scale=scale, weight_decay=weight_decay)
@@ -448,6 +467,15 @@ class _Part(NamedTuple):
     values: Any
     grads: Any
     touched: Any
+
+
+def _own_share(params: Parameters) -> Any:
+    """Return what this rank updates of a Parameters, with its interface: all of it, unless ranks share the moments."""
+    if params.shares is None:
+        return params
+    mine, block = params.shares.mine, library.cpu().lib.PYOPS_GRAD_BLOCK
+    touched = None if params.touched is None else params.touched[mine.start // block:-(-mine.stop // block)]
+    return _Part(params.values[mine], params.grads[mine], touched)
 
 
 def _split(unit: Any, is_matrix: Callable[[str, Sequence[int]], bool]) -> tuple[list[Any], list[Any]]:

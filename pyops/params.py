@@ -19,6 +19,7 @@ from pyops.backend.kernels import Kernel, declare
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from pyops.distributed import Shares
     from pyops.typing import Array, Init, Shape
 
 ALIGN = 16      # floats: every parameter starts on its own cache line
@@ -89,6 +90,7 @@ class Parameters:
 
     seed: of the initial values; None leaves them 0, for values loaded from elsewhere.
     touched: int32, one word per PYOPS_GRAD_BLOCK floats of grads; None if no parameter is sparse.
+    shares: None, or the pyops.distributed.Shares among the ranks; then m and v hold the share of this rank alone.
     rounded: the values as bfloat16 (n,), if the device stores activations as bfloat16, else None.
     """
 
@@ -109,6 +111,7 @@ class Parameters:
             for name, spec in specs.items():
                 self.view(self.values, name)[...] = spec.init(generator(seed, name), spec.shape)
         self._inits = {name: spec.init for name, spec in specs.items()}
+        self.shares: Shares | None = None
 
     def parts(self) -> Iterator[tuple[str, tuple[int, Shape], Array | None]]:
         """Yield each parameter: its name, (index of its first element in the flat buffers, shape), and its `touched`."""
@@ -119,6 +122,11 @@ class Parameters:
         """Return the part of a flat buffer that belongs to parameter `name`, in its shape."""
         start, shape = self._places[name]
         return flat[start:start + int(np.prod(shape))].reshape(shape)
+
+    def shard(self, shares: Shares) -> None:
+        """Replace m and v by zeros for the share of this rank alone.  Call it before the optimizer is created."""
+        self.shares = shares
+        self.m, self.v = (backend.zeros(shares.mine.stop - shares.mine.start) for _ in range(2))
 
     def _untouched(self, n: int) -> np.ndarray:
         """Return the initial `touched` for n floats: 0 for blocks that hold only sparse parameters, else PYOPS_DENSE."""

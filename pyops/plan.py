@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from pyops import backend
+from pyops import backend, distributed
 from pyops.backend import kernels, library, location
+from pyops.profile import Profile, write_trace
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Iterator
 
     from pyops.params import Parameters
-    from pyops.profile import Profile
     from pyops.typing import Array, PathLike
 
 _LAYOUT = ('shape', 'strides')      # size arguments of strided kernels, whose arrays are in host memory
@@ -209,6 +209,8 @@ class Plan:
                                        (params.m, '_adam_m', 'moment'), (params.v, '_adam_v', 'moment')):
                 whole = PlanTensor({'': 'parameters'}.get(suffix, 'all' + suffix), flat.shape, flat.dtype, kind)
                 self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
+                if flat.size != params.values.size:         # the moments of a share
+                    continue
                 for name in params:
                     part = params.view(flat, name)
                     tensor = PlanTensor(name + suffix, part.shape, part.dtype, kind)
@@ -497,6 +499,12 @@ class Plan:
                     return i
         return None
 
+    def last_write_to(self, array: Array) -> int | None:
+        """Return the number of the last replayed action that writes to memory of an array; None if there is none."""
+        low, high = location(array), location(array) + array.nbytes
+        return next((i for i in range(len(self.replayed) - 1, -1, -1)
+                     if any(start < high and low < end for _, start, end in self._writes(i))), None)
+
     def _writes(self, number):
         """Return (PlanTensor of the allocation, first address, end) of each array that a replayed action writes to."""
         if number not in self._written:
@@ -550,9 +558,9 @@ class Plan:
             lines += [f'{title}:', *(f'\t{tensor}' + (f' of {tensor.base}' if tensor.base else '') for tensor in members)]
         return '\n'.join([*lines, self.listing()])
 
-    def listing(self) -> str:
-        """Return the actions as text."""
-        lines = ['Actions:', *self.initial]
+    def listing(self, initial: bool = True) -> str:
+        """Return the actions as text.   initial: begin with the initial values of the parameters"""
+        lines = ['Actions:', *(self.initial if initial else [])]
         for i, action in enumerate(self.actions):
             if i == self._boundary:
                 lines.append('============= BoundaryAction: boundary action =============')
@@ -582,7 +590,6 @@ class Plan:
 
     def profile(self, runs: int = 20) -> Profile:
         """Run the plan `runs` times, timing every action, and return a pyops.profile.Profile."""
-        from pyops.profile import Profile
         self.run()                                  # warm up
         times, whole = [], []
         for _ in range(runs):
@@ -623,28 +630,49 @@ class Plan:
             raise UserError(f'{path}: cannot write the graph ({error.strerror}); name another file') from error
 
 
-def before_training(args: Namespace, plan: Plan) -> str | None:
-    """Return the text printed before training: a summary of the step; with -v all its actions; with --quiet None."""
+UPDATE = 'After the parts of a batch:'       # the heading above the actions of `update`
+
+
+def before_training(args: Namespace, plan: Plan, update: Plan | None = None) -> str | None:
+    """Return the text printed before training: a summary of the step; with -v all its actions; with --quiet None.
+
+    update: the actions after the parts of a batch, if `plan` is the step of a part
+    """
     if args.listing == 'kernels':
-        return plan.listing()
+        return '\n'.join([plan.listing(), *([UPDATE, update.listing(initial=False)] if update else [])])
     if args.listing == 'summary':
         return f'{plan.summary()}\n-v lists its kernels; --plan, --profile and --dot describe it instead of training'
 
 
-def describe(args: Namespace, plan: Plan) -> None:
-    """Print and write the reports on a step that the flags of pyops.flags.add_plan_flags request."""
+def describe(args: Namespace, plan: Plan, update: Plan | None = None,
+             timeline: Callable[[], list[dict[str, Any]]] | None = None) -> None:
+    """Print and write the reports on a step that the flags of pyops.flags.add_plan_flags request.
+
+    update: the actions after the parts of a batch, if `plan` is the step of a part
+    timeline() returns the events of a whole step, for the trace; None: the actions of `plan`.  All ranks call this function,
+    and rank 0 writes the files.
+    """
     if args.plan:
         print(plan)
         print(plan.memory())
+        if update:
+            print(UPDATE, update.listing(initial=False), sep='\n')
     if args.profile is not None:
-        profile = plan.profile()
         import shutil  # not at the top: the import takes milliseconds
-        print(profile.table(shutil.get_terminal_size().columns))        # 80 without a terminal
+        columns = shutil.get_terminal_size().columns                    # 80 without a terminal
+        events = timeline() if timeline and args.profile else None
+        profile = plan.profile()
+        print(profile.table(columns))
+        if update:
+            print(UPDATE, update.profile().table(columns), sep='\n')
         if args.profile:
-            profile.trace(args.profile)
+            events = profile.events() if events is None else events
+            if distributed.is_first():
+                write_trace(args.profile, events)
             print(f'trace written : {args.profile}')
     if args.dot is not None:
-        plan.dot(args.dot)
+        if distributed.is_first():
+            plan.dot(args.dot)
         print(f'graph written : {args.dot} (draw it: dot -Tsvg {args.dot} -o plan.svg)')
 
 

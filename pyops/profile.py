@@ -128,15 +128,32 @@ class Profile:
         lines.append(f'this machine: {best.flops / 1e9:.1f} GFLOP/s, {best.bandwidth / 1e9:.1f} GB/s on {on}')
         return '\n'.join(lines)
 
+    def events(self):
+        """Return the last measured run as events of a Chrome trace."""
+        return trace_events(zip(self.actions, self.times[-1], strict=True))
+
     def trace(self, path):
         """Write the last measured run as Chrome trace JSON (chrome://tracing, Perfetto)."""
-        events, now = [], 0.0
-        for action, seconds in zip(self.actions, self.times[-1], strict=True):
-            events.append(dict(name=action.kernel, ph='X', ts=1e6 * now, dur=1e6 * seconds, pid=0, tid=0,
-                               args={name: str(tensor) for name, tensor in action.tensors.items()}))
-            now += seconds
-        try:
-            with open(path, 'w') as file:
-                json.dump({'traceEvents': events, 'displayTimeUnit': 'ms'}, file)
-        except OSError as error:
-            raise UserError(f'{path}: cannot write the profile ({error.strerror}); name another file') from error
+        write_trace(path, self.events())
+
+
+def trace_events(timed, start=0.0, rank=0):
+    """Return the events of a Chrome trace for actions that run one after the other.
+
+    timed: (action, seconds) of each;  start: of the first, in seconds;  rank: the process of the trace
+    """
+    events = []
+    for action, seconds in timed:
+        events.append(dict(name=action.kernel, ph='X', ts=1e6 * start, dur=1e6 * seconds, pid=rank, tid=0,
+                           args={name: str(tensor) for name, tensor in action.tensors.items()}))
+        start += seconds
+    return events
+
+
+def write_trace(path, events):
+    """Write events as Chrome trace JSON.  UserError if the file cannot be written."""
+    try:
+        with open(path, 'w') as file:
+            json.dump({'traceEvents': events, 'displayTimeUnit': 'ms'}, file)
+    except OSError as error:
+        raise UserError(f'{path}: cannot write the profile ({error.strerror}); name another file') from error

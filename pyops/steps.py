@@ -3,6 +3,9 @@
 Also steps on batches that are cut into parts, which several ranks share."""
 from __future__ import annotations
 
+import functools
+import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,7 @@ import numpy as np
 from pyops import backend, distributed
 from pyops.backend import library
 from pyops.plan import Plan
+from pyops.profile import trace_events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,16 +37,18 @@ class Steps:
         self.plans: dict[int, tuple[Plan, Any]] = {}
 
     def __call__(self, rows: np.ndarray) -> Any:
-        plan, results = self.plans.get(len(rows)) or self._record(len(rows))
-        plan.inputs['rows'][...] = rows
-        plan.run()
-        return results
+        self.plan(rows).run()
+        return self.plans[len(rows)][1]
 
     def plan(self, rows: np.ndarray) -> Plan:
         """Return the plan of a step on these rows, recorded but not run."""
         plan, _ = self.plans.get(len(rows)) or self._record(len(rows))
         plan.inputs['rows'][...] = rows
         return plan
+
+    def prepared(self, rows: np.ndarray) -> Plan:
+        """Return the plan that a call with these rows runs, ready to run."""
+        return self.plan(rows)
 
     def close(self) -> None:
         """Free the memory of all plans."""
@@ -80,14 +86,19 @@ class SizedSteps:
         self._exact_sizes: tuple[int, ...] = ()
 
     def __call__(self, rows: np.ndarray) -> Any:
+        plan = self.prepared(rows)
+        plan.run()
+        return plan.results
+
+    def prepared(self, rows: np.ndarray) -> SizedPlan:
+        """Return the plan that a call with these rows runs, ready to run."""
         rows, sizes = self._filled(rows) if self._filled else (rows, tuple(self._sizes(rows)))
         plan = self._sized.get(len(sizes))
         if plan is None or not plan.has_room(sizes):
             plan = self._sized[len(sizes)] = self._record(sizes, plan)
         plan.inputs['rows'][:len(rows)] = rows
         plan.resize(sizes)
-        plan.run()
-        return plan.results
+        return plan
 
     def plan(self, rows: np.ndarray) -> Plan:
         """Return a plan of a step on these rows alone, recorded but not run; it is valid until the next call."""
@@ -263,37 +274,100 @@ class CutStep:
 
 
 class CutSteps:
-    """Calls a step on batches cut into parts: each rank computes the gradients of its parts, they are added in a fixed tree,
-    and every rank updates its parameters.
+    """Calls a CutStep on batches: each rank computes the gradients of its parts, they are added in a fixed tree, and every rank
+    updates its parameters.
 
-    gradients(rows): runs CutStep.gradients on a part, such as Steps or SizedSteps;  update(): runs CutStep.update
+    gradients(rows): runs step.gradients on a part; Steps or SizedSteps, or a function without a plan
     """
     CHECK_EVERY = 100       # steps after which the parameters of all ranks are compared
 
-    def __init__(self, cut: Cut, gradients: Any, update: Callable[[], Any], params: Parameters) -> None:
-        self.cut, self._gradients, self._update, self._params = cut, gradients, update, params
+    def __init__(self, step: CutStep, gradients: Any, params: Parameters) -> None:
+        self.cut, self._step, self._gradients, self._params = step.cut, step, gradients, params
         self._sum, self._steps = distributed.GradientSum(params), 0
-        mine = cut.parts // distributed.size()
+        self._losses = np.zeros(self.cut.parts, np.float32)
+        mine = self.cut.parts // distributed.size()
         self._mine = range(distributed.rank() * mine, (distributed.rank() + 1) * mine)
+        self._run_update: Callable[[], Any] = self._update
+        self._events: list[dict[str, Any]] | None = None        # of the timeline that is recorded
+        self._begin = 0.0
+        self._ends: weakref.WeakKeyDictionary[Plan, list[int]] = weakref.WeakKeyDictionary()   # of the blocks, in actions
+
+    def record_update(self, **inputs: Array) -> Plan:
+        """Record the part of the step after backward, sums over ranks and the update; later calls replay its plan, which is
+        returned.   inputs: as for Plan"""
+        with Plan(self._params, run=False, **inputs) as plan:
+            self._update()
+        self._run_update = functools.partial(self._run, plan)
+        return plan
+
+    def overlap(self, plan: Plan) -> None:
+        """From now on send blocks of gradients while the last part of a rank is computed.
+
+        plan: of a part of the same batch on all ranks; it determines the order of the blocks
+        """
+        self._sum.cut_blocks(lambda first, end: self._completed(plan, first, end))
+        distributed.agree(blocks=self._sum.blocks)
+
+    def _completed(self, plan: Plan, first: int, end: int) -> int:
+        """Return the number of actions of a plan after which elements of the gradients are complete."""
+        last = plan.last_write_to(self._params.grads[first:end])
+        return len(plan.replayed) if last is None else last + 1
+
+    def _run_and_send(self, plan: Plan) -> None:
+        """Replay the last part of this rank.  Each block of gradients leaves when backward has completed it."""
+        if plan not in self._ends:
+            self._ends[plan] = [max(self._completed(plan, *pair) for pair in block) for block in self._sum.blocks]
+        done = 0
+        for block, end in zip(self._sum.blocks, self._ends[plan], strict=True):
+            if done < end:
+                self._run(plan, done, end)
+                done = end
+            self._sum.send(block)
+        self._run(plan, done)
+
+    def timeline(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        """Run two steps on a batch, and return the second as events of a Chrome trace, of all ranks."""
+        self(rows)
+        distributed.barrier()
+        self._events, self._begin, self._sum.on_sum = [], time.perf_counter(), self._note_sum
+        self(rows)
+        events, self._events, self._sum.on_sum = self._events, None, None
+        return [event for of_rank in distributed.gather(events) for event in of_rank]
+
+    def _note_sum(self, floats: int, start: float, end: float) -> None:
+        if self._events is not None:
+            self._events.append(dict(name='sum over ranks', ph='X', ts=1e6 * (start - self._begin), dur=1e6 * (end - start),
+                                     pid=distributed.rank(), tid=1, args={'bytes': 4 * floats}))
+
+    def _run(self, plan: Plan, first: int = 0, last: int | None = None) -> None:
+        """Replay actions of a plan, and add them to the timeline if there is one."""
+        if self._events is None:
+            plan.run(first, last)
+            return
+        start = time.perf_counter() - self._begin
+        self._events += trace_events(plan.timed(first, last), start, distributed.rank())
 
     def __call__(self, rows: np.ndarray) -> None:
-        cut, losses = self.cut, np.zeros(self.cut.parts, np.float32)
+        cut, losses = self.cut, self._losses
+        losses[...] = 0
         parts = cut.split(backend.get(rows))
         self._sum.start(len(self._mine))
         for part in self._mine:
             if len(parts[part]):
                 cut.select(part)
-                self._gradients(parts[part])
+                if not isinstance(self._gradients, Steps | SizedSteps):
+                    self._gradients(parts[part])
+                elif part == self._mine[-1] and self._sum.blocks:
+                    self._run_and_send(self._gradients.prepared(parts[part]))
+                else:
+                    self._run(self._gradients.prepared(parts[part]))
                 losses[part] = backend.get(cut.loss)[0]
             else:
                 self._params.zero_grads()
             self._sum.add()
-        self._sum.over_ranks(cut.fast)
-        distributed.all_reduce(losses)          # each is 0 on all ranks but one, so no sum is rounded
-        while len(losses) % 2 == 0:
-            losses = losses[::2] + losses[1::2]
-        cut.loss[...] = losses.sum()
-        self._update()
+        if distributed.size() == 1:
+            self._set_loss()
+        self._run_update()
         self._steps += 1
         if self._steps % self.CHECK_EVERY == 0:
             distributed.same_bits(self._params.values, 'the parameters')
@@ -301,3 +375,23 @@ class CutSteps:
     def plan(self, rows: np.ndarray) -> Plan:
         """Return the plan of the first part of this batch, recorded but not run."""
         return self._gradients.plan(self.cut.first_part(rows))
+
+    def _update(self) -> None:
+        """Sum gradients and losses over ranks, and update the parameters."""
+        if distributed.size() > 1:
+            arrays = {'gradients': self._params.grads}
+            backend.call('all_reduce' if self._params.shares is None else 'reduce_scatter', self._sum_over_ranks, arrays,
+                         arrays | {'loss': self.cut.loss})
+        self._step.update(self.cut.loss)
+
+    def _sum_over_ranks(self) -> None:
+        self._sum.over_ranks(self.cut.fast)
+        distributed.all_reduce(self._losses)            # each is 0 on all ranks but one, so no sum is rounded
+        self._set_loss()
+
+    def _set_loss(self) -> None:
+        """Set the loss of the batch from the losses of its parts."""
+        losses = self._losses
+        while len(losses) % 2 == 0:
+            losses = losses[::2] + losses[1::2]
+        self.cut.loss[...] = losses.sum()

@@ -65,8 +65,11 @@ def main(argv=None):
 
     # model
     config = configure(Config, settings, *map(len, data.vocabularies))
-    fit.check_model_memory(parameter_specs(config), '--embedding, --hidden or --layers')
+    fit.check_model_memory(parameter_specs(config), '--embedding, --hidden or --layers',
+                           distributed.size() if args.shard_optimizer else 1)
     model = Seq2Seq(config, settings['seed'])
+    if args.shard_optimizer:
+        distributed.shard(model.params)
     optimizer = training.adam(model, settings)
     run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:

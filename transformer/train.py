@@ -80,8 +80,11 @@ def main(argv=None):
 
     # model
     select_storage(args, settings['quant'])
-    fit.check_model_memory(parameter_specs(config), '--d-model, --d-ff or --layers')
+    fit.check_model_memory(parameter_specs(config), '--d-model, --d-ff or --layers',
+                           distributed.size() if args.shard_optimizer else 1)
     model = Transformer(config, settings['seed'])
+    if args.shard_optimizer:
+        distributed.shard(model.params)
     optimizer = training.adam(model, settings)
     run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:

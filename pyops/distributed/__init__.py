@@ -10,11 +10,13 @@ run gets the same bits with any number of ranks.
 mpi4py is imported by init() alone, and only if a launcher started more than one rank.
 """
 from pyops.distributed.gradients import GradientSum, average_gradients  # noqa: F401
+from pyops.distributed.shares import Shares, shard  # noqa: F401
 from pyops.distributed.world import (  # noqa: F401
     agree,
     all_reduce,
     barrier,
     broadcast,
+    can_overlap,
     default_parts,
     finalize,
     gather,

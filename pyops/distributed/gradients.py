@@ -1,6 +1,9 @@
 """Sums of gradients over the parts of a batch and over ranks, in one fixed binary tree."""
 from __future__ import annotations
 
+import itertools
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,10 +13,13 @@ from pyops.backend import library
 from pyops.distributed import world
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pyops.autograd import Tensor
     from pyops.params import Parameters
+
+
+BLOCK = 2 ** 18         # floats of a block, at least: 1 MiB takes a network much longer than its latency
 
 
 class GradientSum:
@@ -29,17 +35,49 @@ class GradientSum:
     Of a sparse gradient (pyops.params.Spec) only the blocks that are marked in `touched` are added and sent.  The other blocks
     are 0, so the sums have the same bits.  In the end each rank has the marks of all ranks.
     On the CPU a level of the tree needs a copy of the gradients, log2(parts) in all.
+
+    Dense gradients may be sent in blocks while the last part is computed:
+
+        total.cut_blocks(...)                       once
+        for block in total.blocks: compute until the block is complete; total.send(block)
+        total.add(); total.over_ranks()
+
+    blocks: lists of ranges (first, end) of the flat buffer; all ranks need the same ones.
+    on_sum: None, or a function that is called with (number of floats, begin, end in seconds of time.perf_counter) after each
+    sum of a block, in another thread
     """
 
     def __init__(self, params: Parameters) -> None:
         self._grads: Any = params.grads
         self._touched: Any = params.touched             # None: all gradients are dense
+        self._shares = params.shares
         self._one = backend.put(np.ones(1, np.float32))
         self._levels: list[tuple[Any, Any]] = []        # the gradients of the left half of a subtree, and their blocks
         self._block, n = library.cpu().lib.PYOPS_GRAD_BLOCK, params.grads.size
         self._is_sparse = self._touched is not None and backend.current_device().is_host
         self._dense = self._dense_ranges(n) if self._is_sparse else [(0, n)]
-        self._parts = self._count = 0
+        self._parts = self._count = self._sent = 0
+        self._starts = sorted(start for _, (start, _), _ in params.parts())
+        self.blocks: list[list[tuple[int, int]]] = []
+        self.on_sum: Callable[[int, float, float], Any] | None = None
+        self._network: ThreadPoolExecutor | None = None         # the thread that sends blocks
+        self._sums: list[Future[None]] = []
+
+    def cut_blocks(self, completed: Callable[[int, int], int]) -> None:
+        """Cut the dense gradients into blocks of at least BLOCK floats, in the order in which backward completes them.
+
+        completed(first, end): when these elements are complete, a number to sort by
+        """
+        ranges = [(completed(*edges), *edges) for first, end in self._dense
+                  for edges in itertools.pairwise([first, *(s for s in self._starts if first < s < end), end])]
+        self.blocks, size = [], BLOCK
+        for _, first, end in sorted(ranges):
+            if size >= BLOCK:
+                self.blocks.append([])
+                size = 0
+            self.blocks[-1].append((first, end))
+            size += end - first
+        self.blocks = [_joined(block) for block in self.blocks]
 
     def _dense_ranges(self, n: int) -> list[tuple[int, int]]:
         """Return (first, end) of the elements in dense blocks, and in a last block that is not whole."""
@@ -51,7 +89,30 @@ class GradientSum:
 
     def start(self, parts: int) -> None:
         """Begin a sum of so many parts, a power of two."""
-        self._parts, self._count = parts, 0
+        self._parts, self._count, self._sent = parts, 0, 0
+
+    def send(self, block: list[tuple[int, int]]) -> None:
+        """Add the earlier parts to the gradients of the next block, which the last part has completed, and begin their sum over
+        all ranks, in a thread."""
+        for first, end in block:
+            for level in range(self._count.bit_length()):
+                self._merge_dense(level, first, end)
+        if self._network is None:
+            self._network = ThreadPoolExecutor(1, 'sum over ranks')
+        world.current().is_patient = True
+        self._sums.append(self._network.submit(self._sum_block, block))
+        self._sent += 1
+
+    def _sum_block(self, block: list[tuple[int, int]]) -> None:
+        start = time.perf_counter()
+        for first, end in block:
+            self._reduce(first, end, fast=False)
+        if self.on_sum:
+            self.on_sum(sum(end - first for first, end in block), start, time.perf_counter())
+
+    def _not_sent(self) -> list[tuple[int, int]]:
+        """Return the dense ranges that have not been sent, in the order of the blocks: all ranks need the same order."""
+        return [pair for block in self.blocks[self._sent:] for pair in block] if self.blocks else self._dense
 
     def add(self) -> None:
         """Add the gradients of the next part.  After the last part, the gradients are the sum; before, they are undefined."""
@@ -88,31 +149,59 @@ class GradientSum:
     def _merge(self, level: int) -> None:
         """Add a level of the tree to the gradients."""
         kept, marked = self._levels[level]
-        for first, end in self._dense:
-            backend.launch('axpy', self._grads[first:end], kept[first:end], self._one, end - first)
+        for first, end in self._not_sent():
+            self._merge_dense(level, first, end)
         if self._is_sparse:
             self._rows(self._grads)[marked] += self._rows(kept)[marked]
             self._touched[marked] |= library.cpu().lib.PYOPS_TOUCHED
         elif self._touched is not None:
             self._touched[...] = backend.get(self._touched) | marked
 
+    def _merge_dense(self, level: int, first: int, end: int) -> None:
+        backend.launch('axpy', self._grads[first:end], self._levels[level][0][first:end], self._one, end - first)
+
     def over_ranks(self, fast: bool = False) -> None:
-        """Replace the gradients by their sum over all ranks.   fast: in the order of the MPI library"""
+        """Replace the gradients by their sum over all ranks; with shares, only the share of this rank, and the rest is
+        undefined.   fast: in the order of the MPI library"""
         if world.size() == 1:
             return
-        for first, end in self._dense:
-            world.all_reduce(self._grads[first:end], fast)
+        for one in self._sums:
+            one.result()
+        self._sums.clear()
+        world.current().is_patient = False
+        for first, end in self._not_sent():
+            self._reduce(first, end, fast)
         if self._is_sparse:
             bit = library.cpu().lib.PYOPS_TOUCHED
             whole = len(self._grads) // self._block
             bits = world.union(np.packbits(self._touched[:whole] == bit))
             marked = np.flatnonzero(np.unpackbits(bits, count=whole))
             blocks = self._rows(self._grads)[marked]
-            world.all_reduce(blocks, fast)
+            if self._shares is None:
+                world.all_reduce(blocks, fast)
+            else:
+                self._shares.reduce_scatter_blocks(blocks, marked)
             self._rows(self._grads)[marked] = blocks
             self._touched[marked] |= bit
         elif self._touched is not None:
             self._touched[...] = world.union(backend.get(self._touched))
+
+    def _reduce(self, first: int, end: int, fast: bool) -> None:
+        """Sum a range of dense gradients over all ranks."""
+        if self._shares is None:
+            world.all_reduce(self._grads[first:end], fast)
+        else:
+            self._shares.reduce_scatter(self._grads[first:end], first)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges (first, end) in ascending order, with adjacent ones joined."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(ranges):
+        if found and found[-1][1] == first:
+            first = found.pop()[0]
+        found.append((first, end))
+    return found
 
 
 def average_gradients(parameters: Iterable[Tensor] | Parameters, fast: bool = False) -> None:

@@ -20,11 +20,12 @@ from pyops import __version__, backend, environment, errors
 from pyops.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pyops.typing import Array
 
 TIMEOUT = 1800.0        # seconds that a rank waits for another, unless $PYOPS_RANK_TIMEOUT is set
+PAUSE = 2e-5            # seconds between two looks for a message, in a thread beside one that computes
 PARTS = 8               # --parts under mpirun, if there are no more ranks
 
 
@@ -37,6 +38,7 @@ class World:
         self.size: int = comm.size if comm else 1
         self.hosts: list[str] = [os.uname().nodename]
         self._spare = np.empty(0, np.float32)
+        self.is_patient = False         # wait for messages asleep, since another thread computes, instead of in a loop
         if comm:
             self._watchdog = Watchdog(self, _timeout())
             with self.waiting():
@@ -52,53 +54,119 @@ class World:
     def abort(self, status: int) -> None:
         self.comm.Abort(status)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        if not self.comm:
+            return [value]
+        with self.waiting():
+            return self.comm.allgather(value)
+
     # ---- sums ------------------------------------------------------------------------------------------------------------
+    #
+    # Recursive halving: in each step two ranks exchange halves of their elements and add, so each of the first `paired` ranks,
+    # a power of two, ends with the sums of one share.  Doubling in the opposite order gives every rank the sums of all.
+    # Shares are numbered by address.  `cuts`, paired + 1 ascending positions, are the limits of the shares of an array.
+
+    @property
+    def paired(self) -> int:
+        """The largest power of two of ranks.  The others add their arrays to one of these."""
+        return 1 << (self.size.bit_length() - 1)
+
+    def share_of(self, rank: int) -> int:
+        """Return the number of the share that a rank ends with: its bits in reverse order."""
+        bits = self.paired.bit_length() - 1
+        return int(f'{rank:0{bits}b}'[::-1], 2) if bits else 0
 
     def sum(self, x: np.ndarray) -> None:
         """Replace x, contiguous, by its sum over all ranks, in one binary tree: neighbours first, then pairs of pairs, ...
 
-        Each rank sums its share of the elements (recursive halving), so 2 (R - 1) / R of the array travel from each rank.
-        Ranks beyond the largest power of two add their array to another one first.
+        2 (R - 1) / R of the array travel from each rank.
         """
+        if self.size > 1:
+            cuts = even_cuts(len(x), self.paired)
+            self.reduce_scatter(x, cuts)
+            self.all_gather(x, cuts)
+
+    def reduce_scatter(self, x: np.ndarray, cuts: Sequence[int]) -> None:
+        """Replace this rank's share of x (n,) by its sum over all ranks, in the order of sum().  The other elements are
+        undefined afterwards."""
         if self.size == 1:
             return
         if len(self._spare) * 4 < x.nbytes:
             self._spare = np.empty(-(-x.nbytes // 4), np.float32)
         spare = self._spare[:-(-x.nbytes // 4)].view(np.uint8)[:x.nbytes].view(x.dtype)
-        paired = 1 << (self.size.bit_length() - 1)
-        if self.rank >= paired:
-            peer = self.rank - paired
-            with self.waiting(peer):
-                self.comm.Send(x, peer)
-                self.comm.Recv(x, peer)
+        if self.rank >= self.paired:
+            with self.waiting(self.rank - self.paired):
+                self.comm.Send(x, self.rank - self.paired)
             return
-        extra = self.rank + paired if self.rank + paired < self.size else None
-        if extra is not None:
+        if (extra := self.rank + self.paired) < self.size:
             with self.waiting(extra):
                 self.comm.Recv(spare, extra)
             x += spare
-        self._sum_of_pairs(x, spare, paired)
-        if extra is not None:
-            with self.waiting(extra):
-                self.comm.Send(x, extra)
-
-    def _sum_of_pairs(self, x: np.ndarray, spare: np.ndarray, ranks: int) -> None:
-        mine, done, distance = slice(0, len(x)), [], 1
-        while distance < ranks:
-            peer, middle = self.rank ^ distance, (mine.start + mine.stop) // 2
-            halves = slice(mine.start, middle), slice(middle, mine.stop)
-            mine, theirs = reversed(halves) if self.rank & distance else halves
+        for peer, mine, theirs in self._halves(cuts):
             received = spare[:mine.stop - mine.start]
             self._exchange(peer, x[theirs], received)
             x[mine] += received             # of two numbers, so the order of the two ranks does not matter
-            done.append((peer, mine, theirs))
-            distance *= 2
-        for peer, mine, theirs in reversed(done):
+
+    def all_gather(self, x: np.ndarray, cuts: Sequence[int]) -> None:
+        """Copy each rank's share of x (n,) to all ranks."""
+        if self.size == 1:
+            return
+        if self.rank >= self.paired:
+            with self.waiting(self.rank - self.paired):
+                self.comm.Recv(x, self.rank - self.paired)
+            return
+        for peer, mine, theirs in reversed(self._halves(cuts)):
             self._exchange(peer, x[mine], x[theirs])
+        if (extra := self.rank + self.paired) < self.size:
+            with self.waiting(extra):
+                self.comm.Send(x, extra)
+
+    def gather_shares(self, x: np.ndarray, cuts: Sequence[int]) -> np.ndarray | None:
+        """Return on rank 0 the array (n,) whose shares the ranks have, None on the others.   x: the share of this rank"""
+        if self.rank:
+            if self.rank < self.paired:
+                with self.waiting(0):
+                    self.comm.Send(x, 0)
+            return None
+        whole = np.empty(cuts[-1], x.dtype)
+        whole[cuts[0]:cuts[1]] = x
+        for peer in range(1, self.paired):
+            share = self.share_of(peer)
+            with self.waiting(peer):
+                self.comm.Recv(whole[cuts[share]:cuts[share + 1]], peer)
+        return whole
+
+    def _halves(self, cuts: Sequence[int]) -> list[tuple[int, slice, slice]]:
+        """Return (peer, elements that this rank keeps, elements that the peer keeps) for each step of the halving."""
+        low, high, distance, found = 0, self.paired, 1, []
+        while distance < self.paired:
+            middle = (low + high) // 2
+            lower, upper = slice(cuts[low], cuts[middle]), slice(cuts[middle], cuts[high])
+            if self.rank & distance:
+                low = middle
+                found.append((self.rank ^ distance, upper, lower))
+            else:
+                high = middle
+                found.append((self.rank ^ distance, lower, upper))
+            distance *= 2
+        return found
 
     def _exchange(self, peer: int, sent: np.ndarray, received: np.ndarray) -> None:
         with self.waiting(peer):
-            self.comm.Sendrecv(sent, peer, recvbuf=received, source=peer)
+            if self.is_patient:
+                requests = self.comm.Irecv(received, peer), self.comm.Isend(sent, peer)
+                while not all([request.Test() for request in requests]):        # both make progress
+                    time.sleep(PAUSE)
+            else:
+                self.comm.Sendrecv(sent, peer, recvbuf=received, source=peer)
+
+
+def even_cuts(n: int, shares: int, unit: int = 1) -> list[int]:
+    """Return the limits of shares of n elements, of about equal size, each but the last a multiple of `unit`: shares + 1
+    positions.  With few units, some shares are empty."""
+    units = -(-n // unit)
+    return [min(units * i // shares * unit, n) for i in range(shares + 1)]
 
 
 class Watchdog:
@@ -183,6 +251,11 @@ def _timeout() -> float:
     return value
 
 
+def current() -> World:
+    """Return the World of this process."""
+    return _world
+
+
 # ---- ranks -----------------------------------------------------------------------------------------------------------------
 
 def rank() -> int:
@@ -203,6 +276,14 @@ def is_first() -> bool:
 def hosts() -> list[str]:
     """Return the host of each rank."""
     return list(_world.hosts)
+
+
+def can_overlap() -> bool:
+    """Return whether another thread than the main one may send messages."""
+    if not _world.comm:
+        return False
+    from mpi4py import MPI
+    return MPI.Query_thread() >= MPI.THREAD_SERIALIZED
 
 
 def share_cores() -> int:
@@ -274,10 +355,7 @@ def broadcast(value: Any) -> Any:
 
 def gather(value: Any) -> list[Any]:
     """Return the values of all ranks, in their order, on each rank."""
-    if not _world.comm:
-        return [value]
-    with _world.waiting():
-        return _world.comm.allgather(value)
+    return _world.gather(value)
 
 
 def on_first(function: Callable[[], Any]) -> Any:
@@ -313,8 +391,8 @@ def same_bits(x: Array, name: str) -> None:
     sums = gather(zlib.crc32(np.ascontiguousarray(backend.get(x)).data))
     for other, value in enumerate(sums):
         if value != sums[0]:
-            raise UserError(f'{name} of {_world.name(other)} differ from those of {_world.name(0)}: a defect of a machine or '
-                            'of the program; resume from the last checkpoint, without this host if it happens again')
+            raise UserError(f'{name} of {_world.name(other)} and of {_world.name(0)} differ: a defect of a machine or of the '
+                            'program; resume from the last checkpoint, without this host if it happens again')
 
 
 # ---- parts of a batch --------------------------------------------------------------------------------------------------------

@@ -174,7 +174,8 @@ def start_run(args, found, settings, data, model, optimizer, wanted=None):
     UserError if the ranks differ in flags, settings or data.
     """
     if distributed.size() > 1:
-        names = 'epochs', 'max_steps', 'reduce', 'precision', 'no_plan', 'keep_best', 'patience'
+        names = ('epochs', 'max_steps', 'reduce', 'precision', 'no_plan', 'keep_best', 'patience', 'shard_optimizer',
+                 'save_every', 'save_minutes')
         distributed.agree(flags={name: getattr(args, name) for name in names}, settings=settings, data=data.train.digest())
     if settings['quant'] != 'none':
         print(model.config.ops.check(), flush=True)

@@ -1,4 +1,5 @@
 """Several ranks for tests: threads of this process that exchange messages as MPI does, or processes that mpirun starts."""
+import contextlib
 import os
 import queue
 import shutil
@@ -53,6 +54,27 @@ def lines_of(err, *programs):
     return [line for line in lines if line.startswith((*programs, 'rank ', 'error: '))]
 
 
+class Done:
+    """The request of a message that has been sent."""
+
+    def Test(self):
+        return True
+
+
+class Receipt:
+    """The request of a message to be received."""
+
+    def __init__(self, x, box):
+        self._x, self._box, self._done = x, box, False
+
+    def Test(self):
+        if not self._done:
+            with contextlib.suppress(queue.Empty):
+                self._x[...] = self._box.get_nowait()
+                self._done = True
+        return self._done
+
+
 class Comm:
     """A communicator between threads, with the functions of mpi4py that World uses."""
 
@@ -68,6 +90,13 @@ class Comm:
     def Sendrecv(self, x, peer, recvbuf, source):
         self.Send(x, peer)
         self.Recv(recvbuf, source)
+
+    def Isend(self, x, peer):
+        self.Send(x, peer)
+        return Done()
+
+    def Irecv(self, x, peer):
+        return Receipt(x, self._boxes[peer, self.rank])
 
     def allgather(self, value):
         self._shared[self.rank] = value

@@ -1,6 +1,7 @@
 """Several ranks: sums in a fixed order, the same training for any number of them, failures of one."""
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -23,11 +24,13 @@ from mnist import train as mnist_train
 from pyops import backend, distributed, environment, flags
 from pyops.backend import library
 from pyops.data import idx
-from pyops.distributed import doctor, world
+from pyops.distributed import doctor, gradients, world
 from pyops.errors import UserError
 from pyops.init import normal
+from pyops.ops import Linear
+from pyops.optim import Adam, Muon
 from pyops.params import Parameters, Spec
-from pyops.steps import Cut, CutSteps
+from pyops.steps import Cut, CutSteps, Steps
 from seq2seq import train as seq2seq_train
 from transformer import train as transformer_train
 
@@ -77,7 +80,10 @@ def test_a_sum_over_ranks_has_the_bits_of_a_binary_tree(count):
             x = terms[world.rank].copy()
             world.sum(x)
             return x
-        for x in ranks.on_threads(count, reduced):
+        def reduced_beside_a_computation(world, terms=terms):
+            world.is_patient = True
+            return reduced(world, terms)
+        for x in ranks.on_threads(count, reduced) + ranks.on_threads(count, reduced_beside_a_computation):
             assert x.tobytes() == expected.tobytes()
     if count > 2:
         assert expected.tobytes() != sum(terms[1:], terms[0]).tobytes(), 'the order does not matter: this tests nothing'
@@ -137,6 +143,87 @@ def test_sums_of_gradients_do_not_depend_on_the_number_of_ranks(count):
     assert not backend.get(params.grads).any()
 
 
+@pytest.mark.parametrize('count', [1, 2, 4, 8])
+def test_ranks_that_share_the_moments_update_the_same_bits(count):
+    shapes = {'a': (300, 200), 'b': (77,), 'c': (113, 331)}                 # 5 whole chunks of the norm and a part
+
+    def model():
+        return Parameters({name: Spec(shape, normal(1)) for name, shape in shapes.items()})
+
+    def gradients_at(step, rank, n):
+        return np.random.default_rng([step, rank]).standard_normal(n).astype(np.float32)
+
+    whole, steps = model(), range(3)
+    n, adam = whole.values.size, Adam(whole, 0.01, max_norm=1.0, weight_decay=0.1)
+    for step in steps:
+        whole.grads[...] = doctor.tree([gradients_at(step, rank, n) for rank in range(count)])
+        adam.step()
+
+    def trained(world):
+        params, shares = model(), distributed.Shares(n, world)
+        params.shard(shares)
+        optimizer = Adam(params, 0.01, max_norm=1.0, weight_decay=0.1)
+        for step in steps:
+            params.zero_grads()
+            params.grads[...] = gradients_at(step, world.rank, n)
+            shares.reduce_scatter(params.grads, 0)
+            optimizer.step()
+        return params.values, optimizer.norm, [shares.whole(flat) for flat in (params.m, params.v)], params.m.size
+
+    found = ranks.on_threads(count, trained)
+    for values, norm, _, _ in found:
+        assert values.tobytes() == whole.values.tobytes() and norm.tobytes() == adam.norm.tobytes() and norm[0] > 1
+    for moment, expected in zip(found[0][2], (whole.m, whole.v), strict=True):
+        assert moment.tobytes() == expected.tobytes()
+    sizes = [size for *_, size in found]
+    assert sum(sizes) == n and max(sizes) <= -(-6 // count) * library.cpu().lib.PYOPS_NORM_CHUNK
+    assert count < 8 or min(sizes) == 0, 'no share is empty: this tests less'
+
+
+def test_muon_refuses_shared_moments():
+    params = parameters()
+    params.shard(distributed.Shares(params.values.size))
+    with pytest.raises(TypeError, match='^Muon: ranks cannot share its moments, .*; use Adam, or leave out'):
+        Muon(params)
+
+
+def test_each_block_of_gradients_leaves_when_backward_has_completed_it(monkeypatch):
+    monkeypatch.setattr(gradients, 'BLOCK', 100)
+    sizes, rng = (20, 30, 10, 5), np.random.default_rng(0)
+    params = Parameters({f'w{i}': Spec((O, I), normal(1)) for i, (I, O) in enumerate(itertools.pairwise(sizes))})
+    layers = [Linear(params[name]) for name in params]
+    x, dy = backend.put(rng.standard_normal((4, 20)).astype('f')), backend.put(rng.standard_normal((4, 5)).astype('f'))
+
+    def step(rows):
+        params.zero_grads()
+        y, saved = x, []
+        for layer in layers:
+            y, ctx = layer.forward(y)
+            saved.append(ctx)
+        dx = dy
+        for layer, ctx in zip(reversed(layers), reversed(saved), strict=True):
+            dx = layer.backward(dx, ctx)
+
+    steps = Steps(step, params, x=x, dy=dy)
+    cut = CutSteps(Cut(1, backend.zeros(1, np.int64)).step(step, lambda loss: None), steps, params)
+    plan = steps.plan(np.arange(4))
+    plan.run()
+    expected, sent = backend.get(params.grads).copy(), []
+    cut.overlap(plan)
+    blocks = cut._sum.blocks
+    assert blocks == [[(608, 976)], [(0, 608)]]                     # the last layer is small and leaves with the second
+
+    def send(block):
+        sent.append(block)
+        for first, end in block:
+            assert backend.get(params.grads)[first:end].tobytes() == expected[first:end].tobytes()
+        if len(sent) == 1:
+            assert not backend.get(params.grads)[:608].any(), 'all gradients are complete: this tests nothing'
+    monkeypatch.setattr(cut._sum, 'send', send)
+    cut._run_and_send(plan)
+    assert sent == blocks and backend.get(params.grads).tobytes() == expected.tobytes()
+
+
 def test_a_batch_is_cut_into_parts_of_about_the_same_weight():
     count = backend.put(np.array([5], np.int64))
     lengths = np.random.default_rng(0).integers(1, 20, 1000)
@@ -191,6 +278,8 @@ if len(sys.argv) > 2:
     with open(f'{sys.argv[2]}/{os.environ["OMPI_COMM_WORLD_RANK"]}', 'w') as file:
         print('pid', os.getpid(), file=file)
 with exits_cleanly('test', ranks=True):
+    from pyops.distributed import gradients
+    gradients.BLOCK = 1000              # these models are small
     for name, argv in json.loads(sys.argv[1]):
         __import__(f'{name}.train')
         sys.modules[f'{name}.train'].main(argv)
@@ -221,12 +310,22 @@ def test_all_programs_train_the_same_bits_on_1_4_and_2_ranks_and_after_resuming(
     assert len(lines) == 4 and os.listdir(one / 'transformer') != []
 
     folder = str(several / 'transformer')
+    shared, trace = '--shard-optimizer', str(tmp_path / 'trace.json')
     status, out, err = ranks.run_ranks(4, '-c', PROGRAMS, json.dumps([
-        ['transformer', [*TRANSFORMER, '-c', folder, '--max-steps', '6']],
-        ['seq2seq', [*SEQ2SEQ, '-c', str(several / 'seq2seq')]], ['mnist', mnist], ['mnist', [*mnist, '--reduce', 'fast']]]))
+        ['transformer', [*TRANSFORMER, '-c', folder, '--max-steps', '6', shared, '--save-minutes', '0.001']],
+        ['seq2seq', [*SEQ2SEQ, '-c', str(several / 'seq2seq'), shared]], ['mnist', mnist],
+        ['mnist', [*mnist, '--reduce', 'fast']], ['transformer', [*TRANSFORMER, shared, '--plan', '--profile', trace]]]))
     assert status == 0, err
     exact, fast = results(out)[:4], results(out)[4:]
     assert exact == lines and out.count('parts : 8 of each batch, on 4 ranks on 1 host') == 3
+    listed = out[out.index('After the parts of a batch:'):]
+    actions = [line.partition('Action')[0] for line in listed.splitlines() if line.endswith('[on the host]')]
+    assert actions == ['ReduceScatter', 'NormOverRanks', 'AllGather'] and 'all_gather -> parameters' in listed
+    with open(trace) as file:
+        events = json.load(file)['traceEvents']
+    sums = [event for event in events if event['name'] == 'sum over ranks']
+    assert len(sums) > 4 * 2 and {event['pid'] for event in sums} == {0, 1, 2, 3} and {event['tid'] for event in sums} == {1}
+    assert [event['pid'] for event in events if event['name'] == 'reduce_scatter' and event['tid'] == 0] == [0, 1, 2, 3]
     assert out.count('parts : 4 of each batch, on 4 ranks') == 1
     losses = [[float(line.split()[-1]) for line in part if 'loss' in line] for part in (exact, fast)]
     assert len(losses[1]) == 2 and np.allclose(*losses, rtol=1e-3)
@@ -263,7 +362,7 @@ with exits_cleanly('test', ranks=True):
 @needs_mpi
 @pytest.mark.parametrize('case, status, message', [
     ('fails', 2, 'rank 1 on HOST: test: error: the disk is full'),
-    ('differs', 2, 'test: error: the parameters of rank 1 on HOST differ from those of rank 0 on HOST: a defect')])
+    ('differs', 2, 'test: error: the parameters of rank 1 on HOST and of rank 0 on HOST differ: a defect')])
 def test_an_error_of_one_rank_ends_all_ranks_with_one_message(case, status, message, tmp_path):
     got, out, err = ranks.run_ranks(2, '-c', WORKER, case, str(tmp_path))
     lines = ranks.lines_of(err, 'test:')
@@ -333,6 +432,7 @@ def test_ranks_with_other_flags_are_refused():
 
 
 @pytest.mark.parametrize('more, message', [
+    (['--shard-optimizer', '--reduce', 'fast'], '--shard-optimizer: needs the fixed order of sums; leave out --reduce fast'),
     (['--parts', '8', '--save-tensors', '.'], 'tensors are saved only of whole batches; give --parts 1 and start one process'),
     (['--parts', '64', '-b', '32', '--accumulate', '1'], '--parts 64: expected at most the number of samples of a batch, 32')])
 def test_flags_that_parts_contradict_are_refused(more, message, tmp_path, monkeypatch):
@@ -353,7 +453,7 @@ def test_a_run_without_plans_has_the_same_bits_and_a_checkpoint_keeps_its_parts(
 def test_ranks_on_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(world._world, 'size', 2)
     with pytest.raises(UserError, match='^-g 1: 2 ranks train on CPUs only; give -g 0, or start one process$'):
-        flags.use_ranks(Namespace(gpu=1, threads=None))
+        flags.use_ranks(Namespace(gpu=1, threads=None, reduce='exact', shard_optimizer=False))
 
 
 @pytest.mark.parametrize('text', ['soon', '-1', 'nan'])
