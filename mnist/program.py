@@ -3,6 +3,7 @@ import math
 
 from pyops.flags import (
     ArgumentParser,
+    add_finite_flags,
     add_gpu_flag,
     add_max_steps_flag,
     add_plan_flags,
@@ -45,6 +46,7 @@ def parser(program, description, hidden, hidden_help):
                         help='print no summary of the training step')
     add_gpu_flag(p)
     add_plan_flags(p)
+    add_finite_flags(p)
     add_saving_flags(p)
     return p
 

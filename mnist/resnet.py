@@ -109,7 +109,7 @@ def main(argv=None):
     # loop
     evaluation, losses = program.Evaluation(*evaluated, predict), []
     trainer = fit.Trainer(run, len(images), args.epochs, optimizer, history, max_steps=args.max_steps,
-                          chance_loss=program.CHANCE_LOSS)
+                          chance_loss=program.CHANCE_LOSS, max_skipped=args.max_skipped)
     train_step = trainer.save_tensors(wanted, train_step, program.about(PROGRAM, args))
     with trainer:
         for epoch in trainer.epochs():

@@ -33,6 +33,7 @@ def main(argv=None):
     from pyops.steps import Cut
 
     # model
+    checks = args.check_finite is not None or args.max_skipped > 0     # within the plan of a single step, of several kernels
     (images, labels), evaluated = digits.parts()
     parts = distributed.number_of_parts(args.parts, args.reduce == 'fast', min(args.batch_size, len(images)))
     if distributed.size() > 1:
@@ -40,8 +41,8 @@ def main(argv=None):
             name: value for name, value in vars(args).items() if name not in ('data_dir', 'threads', 'report')})
     vars(args).update(quantization.resolve(args))               # the manifest of saved tensors records the recipe
     family = quantization.family_of(vars(args))
-    model, optimizer, whole_step, inputs = prepare(images, labels, args.hidden, args.seed, args.lr, family, not wanted,
-                                                   args.shard_optimizer)
+    model, optimizer, whole_step, inputs = prepare(images, labels, args.hidden, args.seed, args.lr, family,
+                                                   not wanted and not checks, args.shard_optimizer)
     if isinstance(family, quantization.Family):
         print(family.check())
     evaluation = program.Evaluation(*evaluated, model.predict)
@@ -71,10 +72,10 @@ def main(argv=None):
 
     # loop
     trainer = fit.Trainer(run, len(images), args.epochs, optimizer, history, max_steps=args.max_steps,
-                          chance_loss=program.CHANCE_LOSS)
+                          chance_loss=program.CHANCE_LOSS, max_skipped=args.max_skipped)
     train_step = trainer.save_tensors(wanted, train_step, program.about(PROGRAM, args))
     is_large = backend.current_device().is_host and args.hidden * args.batch_size > SMALL
-    at_once = 1 if wanted or is_large or parts > 1 else AT_ONCE
+    at_once = 1 if wanted or checks or is_large or parts > 1 else AT_ONCE
     losses = []
     with trainer:
         for epoch in trainer.epochs():

@@ -7,6 +7,8 @@ python -m pyops serve CKPT                  translations over HTTP
 python -m pyops gradcheck [OP ...]          gradients of ops against central differences, all ops by default
 python -m pyops inspect ...                 saved tensors: draw, serve, compare
 python -m pyops export ...                  a checkpoint in the format of another program
+python -m pyops replay FILE                 a kernel call that --check-finite saved, again
+python -m pyops rewind RUN --step N         any tensor of a past step of a run; also bisect, branch
 python -m pyops exercises list|start|check  ops and kernels to complete, with their gradient checks
 """
 import argparse
@@ -30,7 +32,7 @@ def main(arguments=None):
 
 def parser():
     # imported here so that exits_cleanly can name a missing package in one line
-    from pyops import doctor, exercises
+    from pyops import debugging, doctor, exercises
     from pyops.export import command as export
     from pyops.flags import ArgumentParser
     from pyops.inspect import command
@@ -52,6 +54,11 @@ def parser():
     check.set_defaults(run=gradcheck)
     command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare'))
     serve.add_flags(commands.add_parser('serve', help='translate with a checkpoint over HTTP'))
+    debugging.add_replay_flags(commands.add_parser('replay', help='run a kernel call again that --check-finite saved'))
+    debugging.add_rewind_flags(commands.add_parser('rewind', help='repeat a step of a run and print its tensors'))
+    debugging.add_bisect_flags(commands.add_parser('bisect', help='find the first step of a run whose loss or gradient meets a '
+                                                   'condition'))
+    debugging.add_branch_flags(commands.add_parser('branch', help='train on from a past step of a run, beside it'))
     exercises.add_commands(commands.add_parser('exercises', help='ops and kernels to complete, with their gradient checks'))
     export.add_commands(commands.add_parser('export', help='write a checkpoint in the format of another program'))
     return p

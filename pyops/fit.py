@@ -6,9 +6,11 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from pyops.backend.kernels import Kernel, declare
 from pyops.data.batches import FixedBatches
 from pyops.errors import Interrupted, UserError
 from pyops.flags import plan_requested
+from pyops.steplog import StepLog
 from pyops.steps import CutStep, CutSteps, SizedSteps, Steps
 from pyops.training import Interrupt, Metrics, Output, Progress
 
@@ -38,6 +41,7 @@ class Run:
     best_epoch: int = 0
     planned: list[int] = field(default_factory=list)        # of planned_steps: epochs, steps
     kept: list[str] = field(default_factory=list, compare=False)    # names of the checkpoints that --keep may remove
+    skipped: int = 0            # steps whose loss or gradient was not finite, and which changed no parameter
 
     asdict = asdict
 
@@ -88,23 +92,33 @@ def first_batch(run, samples):
     return backend.get(next(batches_of(run, samples).batches(run.seed, run.epoch)))
 
 
-def training_step(args, step, params, rows, smaller='-b', sizes=None, filled=None, /, **inputs):
+def training_step(args, step, params, rows, smaller='-b', sizes=None, filled=None, texts=None, /, **inputs):
     """Return the function that runs a training step as the flags of add_plan_flags ask, step(rows); None after describing it.
 
     step(rows), params, inputs: as for Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
     sizes(rows): the sizes of a batch, and the step is step(rows, *sizes), as for SizedSteps;  None: a batch has no other sizes
     filled(rows): as for SizedSteps
+    texts(rows): lines of text about the samples of a batch, for --check-finite; None: their indices
     step may be a CutStep; then the functions above compute a part, and --plan and so on describe the step of a part, then the
     sums over ranks and the update.
     The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
     UserError if the step does not fit in memory.
     """
+    checks = getattr(args, 'check_finite', None) is not None or getattr(args, 'max_skipped', 0)
+    if checks and (args.no_plan or isinstance(step, CutStep)):
+        flag = f'--max-skipped {args.max_skipped}' if args.check_finite is None else '--check-finite'
+        raise UserError(f'{flag}: a step is checked within its plan, as a whole; leave out --no-plan, --parts and mpirun')
     if isinstance(step, CutStep):
         return _cut_step(args, step, params, rows, smaller, sizes, filled, inputs)
     steps = _replayed(args, step, params, sizes, filled, inputs)
     if not isinstance(steps, Steps | SizedSteps):
         return steps
-    return steps if _introduce(args, smaller, steps.plan(rows)) else None
+    if not _introduce(args, smaller, steps.plan(rows)):
+        return None
+    if checks:
+        from pyops.finite import FiniteSteps
+        return FiniteSteps(steps, inputs['step'], None if args.check_finite is None else Path(args.check_finite), texts)
+    return steps
 
 
 def _replayed(args, step, params, sizes, filled, inputs):
@@ -188,9 +202,7 @@ class Watch:
         return self.FACTOR * max(first_loss, self._chance_loss)
 
     def add(self, loss):
-        """Record the loss of a step.  Return a description of the problem, or None."""
-        if not math.isfinite(loss):
-            return f'the loss is {loss}'
+        """Record the loss of a step, which is finite.  Return a description of the problem, or None."""
         if not self._run.first_loss:
             self._run.first_loss = loss
             self._limit = self._limit_of(loss)
@@ -205,11 +217,65 @@ class Watch:
 
     def _judge(self, steps):
         last = list(self._last)[-steps:]
-        median = sorted(last)[(len(last) - 1) // 2] if last else 0.0
+        median = _median(last) if last else 0.0
         if len(last) < self.FEWEST or median <= self._limit:
             return None
         return (f'the loss has exploded to {median:.6g} (median of the last {len(last)} steps; '
                 f'an untrained model has {self._limit / self.FACTOR:.6g})')
+
+
+def _median(values):
+    """Return the median of numbers; of an even number of them the smaller of the two in the middle."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+class Rise:
+    """Detects that the loss leaves the range of the last steps, long before it exceeds the limit of Watch.
+
+    IN_A_ROW losses in a row are high: more than Z robust standard deviations above the median of the WINDOW losses before them
+    (1.4826 times the median distance from the median), and more than FACTOR times the median.  High losses do not enter the
+    window, and it reports once: a run may recover, or continue on a new level.
+    """
+    WINDOW, Z, FACTOR, IN_A_ROW = 100, 10, 1.5, 5
+    RENEW = 20          # losses after which the limit is computed again
+
+    def __init__(self):
+        self._before, self._high, self._limit, self._until = deque(maxlen=self.WINDOW), [], math.inf, self.WINDOW
+        self._reported = False
+
+    @property
+    def is_high(self):
+        """Whether the last losses are high, and too few to report."""
+        return bool(self._high) and not self._reported
+
+    def add(self, loss):
+        """Record the loss of a step, which is finite.  Return a description of the rise, once, or None."""
+        if self._reported:
+            return None
+        if loss > self._limit:
+            self._high.append(loss)
+            return self._report() if len(self._high) == self.IN_A_ROW else None
+        self._high.clear()
+        self._before.append(loss)
+        self._until -= 1
+        if not self._until:
+            self._until = self.RENEW
+            median, deviation = self._center()
+            self._limit = max(median + self.Z * deviation, self.FACTOR * median)
+        return None
+
+    def _center(self):
+        """Return the median of the window and its robust standard deviation."""
+        median = _median(self._before)
+        return median, 1.4826 * _median([abs(loss - median) for loss in self._before])
+
+    def _report(self):
+        self._reported = True
+        median, deviation = self._center()
+        now = _median(self._high)
+        by = f'{(now - median) / deviation:.0f} robust standard deviations' if deviation else f'{now / median:.3g} times'
+        return (f'the loss rose from {median:.6g} (median of {self.WINDOW} steps) to {now:.6g} (median of the next '
+                f'{self.IN_A_ROW}), by {by}')
 
 
 POLL_EVERY = 0.05           # seconds between reads of results, on a GPU
@@ -239,25 +305,27 @@ class Trainer:
     max_steps: number of steps after which the run saves and ends
     chance_loss: loss of a model that gives all classes the same probability
     patience: number of epochs without a better value of the saver's metric after which the run ends, None for no limit
+    max_skipped: number of steps of the run whose loss or gradient may be infinite or NaN; step() must leave the parameters as
+    they are then (pyops.finite).  None: 0, and the program has no flag for it
 
     Attributes after the block: is_done (all epochs were trained) and signal (signal.Signals that ended the run, or None).
-    Raises UserError if the loss is not finite or explodes (Watch), and OSError, after saving, if standard output fails
-    (Output).
+    Raises UserError if the loss or the norm of the gradient is not finite or the loss explodes (Watch), and OSError, after
+    saving, if standard output fails (Output).  Prints a warning if the loss rises (Rise).
     """
 
     def __init__(self, run, samples, epochs, optimizer, history, *, saver=None, drop_last=False, max_steps=None,
-                 chance_loss=0.0, patience=None):
-        self._patience = patience
+                 chance_loss=0.0, patience=None, max_skipped=None):
+        self._patience, self._max_skipped = patience, max_skipped
         self.run, self._epochs, self._optimizer, self._history = run, epochs, optimizer, history
         self._saver, self._saving, self._batched = saver, None, batches_of(run, samples, drop_last)
         self._left = math.inf if max_steps is None else max_steps
-        self._watch = Watch(run, chance_loss)
+        self._watch, self._rise = Watch(run, chance_loss), Rise()
         self._pending = []                                      # batch sizes of the steps whose results have not been read
         self._polled = self._saved = time.perf_counter()
         self._save_after = 60 * saver.minutes if saver and saver.minutes else math.inf
         self._is_save_due = False                               # whether the last checkpoint is older than that
         self._on_cpu = backend.current_device().is_host          # reading results costs nothing there
-        self._display = self._metrics = self.signal = None
+        self._display = self._metrics = self._steps = self.signal = None
 
     def save_tensors(self, wanted, train_step, about, side=None, sentences=None):
         """Return train_step, or if tensors are wanted a function that runs it and saves them.
@@ -271,12 +339,15 @@ class Trainer:
             raise UserError(f'{wanted.folder}: tensors are saved only of whole batches; give --parts 1 and start one process, '
                             'or leave out --save-tensors')
         from pyops.inspect.saving import Saving
-        first = int(backend.get(self._optimizer.count)[0])
+        first = self._steps_done()
         steps = steps_left(self.run, self._batched, self._epochs, self._left)
         self._saving = Saving(wanted, train_step, first_batch(self.run, self._batched), first, first + steps, about, side,
                               sentences)
         self._history.on_read = self._saving.note
         return self._saving.step
+
+    def _steps_done(self):
+        return int(backend.get(self._optimizer.count)[0])
 
     @property
     def is_done(self):
@@ -309,6 +380,8 @@ class Trainer:
             self._stop = stack.enter_context(Interrupt(self._saver is not None, distributed.is_first()))
             if writes:
                 self._metrics = stack.enter_context(Metrics(self._saver.folder, self.run.epoch, self.run.id))
+                if session := getattr(self._saver, 'session', None):
+                    self._steps = stack.enter_context(StepLog(self._saver.folder, self.run.id, self._steps_done(), session))
             self._stack = stack.pop_all()
         return self
 
@@ -364,7 +437,7 @@ class Trainer:
                 if self._is_save_due:
                     self._read(end)
                     # No checkpoint by time while the loss may be exploding.  After an epoch's last step: see Epoch.save.
-                    if run.position < end and not self._watch.at_save():
+                    if run.position < end and not self._watch.at_save() and not self._rise.is_high:
                         self._display.print(self._save(by_time=True))
                         self._polled = time.perf_counter()
             self._read(end)
@@ -382,9 +455,16 @@ class Trainer:
 
     def _read(self, end):
         """Read the results of the last steps into `run`, and show them."""
-        run = self.run
-        for size, (loss, weight, norm) in zip(self._pending, self._history.read(len(self._pending)), strict=True):
+        run, rows = self.run, self._history.read(len(self._pending))
+        if self._steps:
+            self._steps.add(rows)
+        for size, (loss, weight, norm) in zip(self._pending, rows, strict=True):
+            if self._is_skipped(loss, norm, end):
+                run.position += size
+                continue
             self._check(self._watch.add(loss), end)
+            if rise := self._rise.add(loss):
+                self._warn(rise, end)
             weight = weight or size
             run.position += size
             run.loss_sum += loss * weight
@@ -395,10 +475,38 @@ class Trainer:
         run.seconds, self._polled = run.seconds + now - self._polled, now
         self._display.update(run.position, loss=run.loss)
 
-    def _check(self, problem, end):
-        if problem and distributed.is_first():          # finished epochs: programs number the current one from 0 or 1
-            raise UserError(f'{problem} at [{self.run.position}/{end}] after {self.run.epoch} epochs; lower the learning rate '
-                            'with -l' + (f'; {checkpoint.last(self._saver.last)}' if self._saver else ''))
+    def _is_skipped(self, loss, norm, end):
+        """Return whether the step was skipped because its loss or gradient is not finite.  Raise UserError if it was one too
+        many, or was not skipped."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return False
+        run, most = self.run, self._max_skipped
+        problem = f'the norm of the gradient is {norm}' if math.isfinite(loss) else f'the loss is {loss}'
+        if run.skipped >= (most or 0):
+            self._check(problem, end, '' if most is None else f', skip {"more" if most else "such"} steps with --max-skipped, '
+                                                              'or find the cause with --check-finite')
+        run.skipped += 1
+        if distributed.is_first():
+            self._display.print(f'step skipped : {problem} at [{run.position}/{end}]; {run.skipped} of at most {most}')
+        return True
+
+    def _check(self, problem, end, remedies=''):
+        if problem and distributed.is_first():
+            raise UserError(f'{problem} {self._place(end)}; lower the learning rate with -l{remedies}'
+                            + (f'; {checkpoint.last(self._saver.last)}' if self._saver else ''))
+
+    def _warn(self, rise, end):
+        """Print a warning about a rise of the loss, and keep the checkpoint from before it."""
+        if self._saver:
+            self._saver.keep_last()
+        if distributed.is_first():
+            print(f'warning: {rise} {self._place(end)}; if it does not fall again, lower the learning rate with -l'
+                  + (f'; {checkpoint.last(self._saver.last)}, which is kept' if self._saver and self._saver.last else ''),
+                  file=sys.stderr, flush=True)
+
+    def _place(self, end):
+        """Return text with the position of a step.  Finished epochs: programs number the current one from 0 or 1."""
+        return f'at [{self.run.position}/{end}] after {self.run.epoch} epochs'
 
     def _end_of_epoch(self):
         return self._batched.end(self.run.position)
@@ -408,6 +516,8 @@ class Trainer:
         self._check(self._watch.at_save(), self._end_of_epoch())
         if self._saver:
             path = self._saver(by_time)
+            if self._steps:
+                self._steps.saved(path, self._steps_done())
             self._saved = time.perf_counter()
             return f'checkpoint saved : {path}'
         return None
@@ -455,7 +565,7 @@ class Epoch:
         is_due = trainer._is_over() or trainer.is_done or saver and run.epoch % saver.every == 0
         if is_due:
             trainer._save_and_print()
-        elif trainer._is_save_due and not trainer._watch.at_save():
+        elif trainer._is_save_due and not trainer._watch.at_save() and not trainer._rise.is_high:
             trainer._save_and_print(by_time=True)
 
 
@@ -525,10 +635,12 @@ class Saver:
     metric: keep the checkpoint with the best value of this metric, such as 'bleu', as checkpoint.BEST; None: no such file.
     Higher is better, for 'validation', a loss, lower.
     keep: number of checkpoints that are kept; older ones of the run are removed.  None: all
+    session: facts about the flags and the machine, JSON, for pyops.steplog; None: the losses of the steps are not recorded
     folder: where checkpoints are saved;  last: path of the newest one from which the run can resume, None if there is none.
     """
 
-    def __init__(self, found, params, optimizer, run, state, every=10, minutes=0, metric=None, keep=None):
+    def __init__(self, found, params, optimizer, run, state, every=10, minutes=0, metric=None, keep=None, session=None):
+        self.session = session
         self.folder, self.last, self.every, self.minutes = found.folder, found.path, every, minutes
         self._metric, self._keep = metric, keep
         self._params, self._optimizer, self._run, self._state = params, optimizer, run, state
@@ -548,19 +660,17 @@ class Saver:
         by_time: the save was triggered by time.  The next checkpoint of this run, or of a run that resumes it, replaces this
         file: once the new one is durable, this one is removed, so the number of files does not grow with time.  Without
         `keep`, no other file is ever removed.
-        Raises UserError, and saves nothing, if a parameter is not finite: a step can cause that after its loss was computed,
-        and such a checkpoint is useless.
+        Raises UserError, and saves nothing, if a parameter, a moment of Adam or the average is not finite: a step can cause
+        that after its loss was computed, and such a checkpoint is useless.
         Of several ranks only rank 0 saves; the others return the path of the checkpoint that the run started from.  All ranks
         call it, since rank 0 needs their shares of the moments.
         """
         moments = self._moments()
         if not distributed.is_first():
             return self.last
-        if not np.isfinite(backend.get(self._params.values)).all():
-            raise UserError(f'after {self._run.epoch} epochs parameters are no longer finite, and they are not saved; '
-                            f'lower the learning rate with -l; {checkpoint.last(self.last)}')
-        self.last = checkpoint.save_or_rescue(self.folder, self._run.epoch, *self._content(moments, by_time),
-                                              last_path=self.last)
+        content = self._content(moments, by_time)
+        self._check_finite(content[0])
+        self.last = checkpoint.save_or_rescue(self.folder, self._run.epoch, *content, last_path=self.last)
         if self._replaced:
             self._remove(self._replaced)
         self._replaced = self.last if by_time else None
@@ -570,8 +680,22 @@ class Saver:
             self._remove(os.path.join(self.folder, self._run.kept.pop(0)))
         return self.last
 
+    def _check_finite(self, tensors):
+        broken = [name for name, tensor in tensors.items() if not np.isfinite(tensor).all()]
+        if broken:
+            raise UserError(f'after {self._run.epoch} epochs {len(broken)} of {len(tensors)} tensors are no longer finite, '
+                            f'such as {broken[0]}, and they are not saved; lower the learning rate with -l; '
+                            f'{checkpoint.last(self.last)}')
+
+    def keep_last(self):
+        """From now on do not remove the newest checkpoint."""
+        self._replaced = None
+        if self.last and os.path.basename(self.last) in self._run.kept:
+            self._run.kept.remove(os.path.basename(self.last))
+
     def note(self, metrics):
-        """Save the checkpoint BEST if the metric has improved.  metrics: {name: value} of the epoch that just ended."""
+        """Save the checkpoint BEST if the metric has improved and all tensors are finite.  metrics: {name: value} of the epoch
+        that just ended."""
         value, run = metrics.get(self._metric), self._run
         if value is None or not math.isfinite(value):
             return
@@ -579,7 +703,9 @@ class Saver:
             run.best, run.best_epoch = value, run.epoch
             moments = self._moments()
             if distributed.is_first():
-                checkpoint.save(os.path.join(self.folder, checkpoint.BEST), *self._content(moments, by_time=False))
+                content = self._content(moments, by_time=False)
+                self._check_finite(content[0])
+                checkpoint.save(os.path.join(self.folder, checkpoint.BEST), *content)
 
     def _moments(self):
         """Return the flat buffers of both moments if ranks share them, on rank 0; else None."""

@@ -20,6 +20,8 @@ class ArgumentParser(argparse.ArgumentParser):
     flag it names the nearest ones.
     """
 
+    others = None           # the name in the namespace for the list of unknown arguments; None: they are an error
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
         # So that `-l -1e-3` is a flag with a bad value and not two flags; argparse itself knows only -1 and -1.5.
@@ -29,6 +31,9 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         """Like argparse's, but unknown arguments are an error here: a subcommand reports them under its own name."""
         namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown and self.others:
+            setattr(namespace, self.others, unknown)
+            return namespace, []
         if unknown:
             self.error(f'unrecognized arguments: {" ".join(unknown)}{self._nearest_flags(unknown)}')
         return namespace, unknown
@@ -213,6 +218,17 @@ def add_max_steps_flag(parser):
     """--max-steps N, of pyops.fit."""
     parser.group('training').add_argument('--max-steps', type=positive_int, metavar='N',
                                           help='stop after N training steps, with exit status 0 (default: no limit)')
+
+
+def add_finite_flags(parser):
+    """--max-skipped N, --check-finite [DIR], of pyops.finite."""
+    group = parser.group('finite values')
+    group.add_argument('--max-skipped', type=non_negative_int, default=0, metavar='N',
+                       help='skip up to N steps of the run whose loss or gradient is infinite or NaN: such a step changes no '
+                       'parameter; 0: the first one ends the run (default %(default)s)')
+    group.add_argument('--check-finite', nargs='?', const='.', metavar='DIR',
+                       help='for such a step, find the kernel that computed the first value that is not finite, and save its '
+                       'inputs in DIR, for python -m pyops replay (default: off; DIR: the current folder)')
 
 
 def add_plan_flags(parser):

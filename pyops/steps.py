@@ -32,12 +32,14 @@ class Steps:
     the same objects at every call, with new contents.
     """
 
+    runner: Callable[[Plan], Any] = staticmethod(Plan.run)      # runs the plan of a step; pyops.finite replaces it
+
     def __init__(self, step: Callable[..., Any], params: Parameters | None, /, **inputs: Array) -> None:
         self._step, self._params, self._inputs = step, params, inputs
         self.plans: dict[int, tuple[Plan, Any]] = {}
 
     def __call__(self, rows: np.ndarray) -> Any:
-        self.plan(rows).run()
+        self.runner(self.plan(rows))
         return self.plans[len(rows)][1]
 
     def plan(self, rows: np.ndarray) -> Plan:
@@ -77,6 +79,8 @@ class SizedSteps:
     So the arrays that step returns must have shapes without these sizes, and other arrays are returned after such a recording.
     """
 
+    runner: Callable[[Plan], Any] = staticmethod(Plan.run)      # as of Steps
+
     def __init__(self, step: Callable[..., Any], sizes: Callable[[np.ndarray], tuple[int, ...]],
                  params: Parameters | None, filled: Callable[[np.ndarray], tuple[np.ndarray, tuple[int, ...]]] | None = None, /,
                  **inputs: Array) -> None:
@@ -87,7 +91,7 @@ class SizedSteps:
 
     def __call__(self, rows: np.ndarray) -> Any:
         plan = self.prepared(rows)
-        plan.run()
+        self.runner(plan)
         return plan.results
 
     def prepared(self, rows: np.ndarray) -> SizedPlan:

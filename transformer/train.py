@@ -109,7 +109,7 @@ def main(argv=None):
 
     first_batch = fit.first_batch(run, batches)
     train_step = fit.training_step(args, parts.step(gradients, update), model.params, first_batch, '-b or --num-steps',
-                                   parts.sizes, parts.filled, **pairs.arrays(), **parts.arrays(), **model.arrays(),
+                                   parts.sizes, parts.filled, data.lines, **pairs.arrays(), **parts.arrays(), **model.arrays(),
                                    **optimizer.arrays(), **history.arrays())
     if train_step is None:
         return
@@ -119,9 +119,10 @@ def main(argv=None):
     # loop
     state = data.state('transformer', settings)
     saver = fit.Saver(found, model.params, optimizer, run, state, args.save_every, args.save_minutes,
-                      validate.metric, args.keep)
+                      validate.metric, args.keep, training.session(args, 'transformer'))
     trainer = fit.Trainer(run, batches, args.epochs, optimizer, history, saver=saver, max_steps=args.max_steps,
-                          chance_loss=math.log(config.target_size), patience=args.patience)
+                          chance_loss=math.log(config.target_size), patience=args.patience,
+                          max_skipped=args.max_skipped)
     train_step = trainer.save_tensors(wanted, train_step, dict(program='transformer', settings=settings),
                                       training.side, data.describe)
     with trainer:

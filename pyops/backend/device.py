@@ -137,6 +137,14 @@ class Device:
         """
         raise NotImplementedError
 
+    def read(self, address, nbytes):
+        """Return a copy of nbytes of device memory, uint8, after waiting for the device."""
+        raise NotImplementedError
+
+    def buffer_of(self, data):
+        """Return a new Buffer with a copy of `data`, uint8."""
+        raise NotImplementedError
+
     # ---- launch and synchronize
 
     def launch(self, name, *values):

@@ -232,6 +232,14 @@ class GPU(KernelOperations):
     def bits(self, x, dtype):
         return self._array_type(x.buffer, x.offset, x.shape, x.strides, dtype)
 
+    def read(self, address, nbytes):
+        data = np.empty(nbytes, np.uint8)
+        _call('pyops_device_download', data.ctypes.data, address, nbytes, self.stream)
+        return data
+
+    def buffer_of(self, data):
+        return self.wrap(np.ascontiguousarray(data))
+
     def dlpack(self, x, stream, max_version, dl_device, copy):
         if dl_device not in (None, self.dlpack_device):
             if copy is False:

@@ -79,6 +79,14 @@ class Host(Device):
     def address(self, owner):
         return location(owner)
 
+    def read(self, address, nbytes):
+        return np.array(_ffi.buffer(_cast('char *', address), nbytes), _BYTE) if nbytes else np.empty(0, _BYTE)
+
+    def buffer_of(self, data):
+        block = self.block(max(data.nbytes, 1))
+        block.owner[:data.nbytes] = data
+        return block
+
     def dlpack(self, x, stream, max_version, dl_device, copy):
         how = dict(max_version=max_version, dl_device=dl_device, copy=copy)
         return x.numpy().__dlpack__(**{name: value for name, value in how.items() if value is not None})

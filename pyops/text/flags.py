@@ -5,6 +5,7 @@ from pyops.errors import UserError
 from pyops.flags import (
     ArgumentParser,
     add_compute_flag,
+    add_finite_flags,
     add_gpu_flag,
     add_max_steps_flag,
     add_plan_flags,
@@ -108,18 +109,21 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
     add_quant_flags(p, 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
     add_rank_flags(p, 'as in the checkpoint, in a new run ')
     add_plan_flags(p)
+    add_finite_flags(p)
     add_saving_flags(p)
     return p
 
 
 def parse_training(parser, argv, recipes):
-    """Return the parsed flags of a training program; the flags of its --recipe are read before those in argv.
+    """Return the parsed flags of a training program, and as `argv` the text of all; its --recipe is read before other flags.
 
     recipes: {name: flags, one text}
     """
     argv = sys.argv[1:] if argv is None else argv
     name = parser.parse_args(argv).recipe
-    return parser.parse_args([*recipes[name].split(), *argv] if name else argv)
+    args = parser.parse_args([*recipes[name].split(), *argv] if name else argv)
+    args.argv = list(argv)
+    return args
 
 
 def _add_schedule_flags(group, defaults):

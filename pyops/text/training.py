@@ -1,9 +1,10 @@
 """Parts of a training run that the translation programs share: the data divided, resuming, the validation loss."""
+import os
 from typing import NamedTuple
 
 import numpy as np
 
-from pyops import backend, checkpoint, distributed, fit, plan
+from pyops import __version__, backend, checkpoint, distributed, fit, plan
 from pyops.data import locate
 from pyops.data.batches import FixedBatches, TokenBatches
 from pyops.errors import UserError
@@ -102,6 +103,10 @@ class Data(NamedTuple):
         return dict(program=program, settings=settings, pairs=self.train.digest(), corpus=self.corpus.name,
                     excluded=self.test_set, vocabularies=states(self.vocabularies))
 
+    def lines(self, rows):
+        """Return a line for each of these pairs: source, tab, target, with their tokens separated by spaces."""
+        return [f'{self.sentences.sources[row]}\t{self.sentences.targets[row]}' for row in rows]
+
     def describe(self, rows):
         """Return lengths and tokens of these pairs for the manifest of saved tensors: {'source': one entry per sentence, ...}.
 
@@ -165,6 +170,12 @@ def _find_checkpoint(args, program):
     found = checkpoint.find(args.checkpoint)
     checkpoint.check_program(found, program)
     return found
+
+
+def session(args, program):
+    """Return the facts about this start of a program that are needed to repeat its steps (pyops.rewind)."""
+    return dict(program=program, flags=args.argv, folder=os.getcwd(), version=__version__, isa=backend.isa(),
+                device=repr(backend.current_device()), precision=args.precision)
 
 
 def start_run(args, found, settings, data, model, optimizer, wanted=None):

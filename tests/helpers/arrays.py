@@ -2,6 +2,8 @@
 import numpy as np
 from places import put
 
+from pyops import backend
+from pyops.data.batches import gather
 from pyops.differences import Row
 from pyops.params import Parameter
 
@@ -48,6 +50,16 @@ def same(got, expected, name='array'):
 def parameter(name, value, grad=None):
     """Return a Parameter on the current device.  Its gradient is zero by default."""
     return Parameter(name, put(value), put(np.zeros_like(value) if grad is None else grad))
+
+
+def gathered(table, numbers, rows):
+    """Return rows of a table (N, C) float32, (B, C), by launches that a plan records.
+
+    numbers (N, 1) int32: 0, 1, ...;  rows (B,) int64;  all on the current device."""
+    ids = gather(numbers, rows, name='numbers').reshape(-1)
+    y = backend.empty((len(rows), table.shape[1]), name='batch')
+    backend.launch('embedding_forward', y, table, ids, len(rows), *table.shape)
+    return y
 
 
 def of_zeros(name, *shape):

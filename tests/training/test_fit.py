@@ -1,6 +1,7 @@
 """The training loop, with a step that only notes its samples."""
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -19,25 +20,25 @@ from pyops.params import Parameters, Spec
 
 
 class Losses:
-    """A History of the given losses, and of 2.0 after the last of them."""
+    """A History of the given losses, and of 2.0 after the last of them; norms: of the gradients, 0.0 after the last."""
 
-    def __init__(self, losses):
-        self.losses = iter(losses)
+    def __init__(self, losses, norms=()):
+        self.losses, self.norms = iter(losses), iter(norms)
 
     def read(self, n):
-        return [(next(self.losses, 2.0), 0, 0.0) for _ in range(n)]
+        return [(next(self.losses, 2.0), 0, next(self.norms, 0.0)) for _ in range(n)]
 
 
 def run_epochs(run, samples, epochs, stop_after=None, losses=(), after_step=lambda: None, line_first=False, at_once=1,
-               **options):
+               norms=(), **options):
     """Return the rows of each step, the values of each epoch, and whether all epochs were done.
 
-    stop_after: number of the step in which a signal arrives;  losses: see Losses
+    stop_after: number of the step in which a signal arrives;  losses, norms: see Losses
     line_first: print the line of an epoch before the line about its checkpoint
     """
     shown, lines = [], []
     optimizer = Adam(Parameters({'w': Spec((3,), zeros())}), 0.1)
-    trainer = fit.Trainer(run, samples, epochs, optimizer, Losses(losses), **options)
+    trainer = fit.Trainer(run, samples, epochs, optimizer, Losses(losses, norms), **options)
     with trainer:
         for epoch in trainer.epochs():
             for rows in epoch.batches(at_once, unit='pairs'):
@@ -67,6 +68,9 @@ class Saves:
 
     def note(self, metrics):
         pass
+
+    def keep_last(self):
+        self.kept_last = self.last
 
 
 @pytest.mark.parametrize('drop_last, sizes, samples', [(False, [4, 4, 2], 10), (True, [4, 4], 8)])
@@ -358,6 +362,98 @@ def test_a_run_of_an_older_checkpoint_is_judged_by_guessing(capsys):
     older = {name: value for name, value in fit.Run(1, 4).asdict().items() if name not in ('first_loss', 'id')}
     assert train_on([0.01, *[9.0] * 200], fit.Run(**older), steps=201).error is None
     assert 'an untrained model has 9.5)' in train_on([0.01, *[59.0] * 200], fit.Run(**older), steps=201).error
+
+
+# ---- losses and gradients that are not finite, and a loss that rises ------------------------------------------
+
+@pytest.mark.parametrize('name, losses, norms', [
+    ('the loss is nan', [9.5, math.nan], ()), ('the loss is inf', [9.5, math.inf], ()),
+    ('the norm of the gradient is nan', [9.5, 9.0], [1.0, math.nan]),
+    ('the norm of the gradient is inf', [9.5, 9.0], [1.0, math.inf])])
+def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_and_nothing_is_saved(name, losses, norms, capsys):
+    for options, remedy in (({}, ''), ({'max_skipped': 0}, ', skip such steps with --max-skipped, or find the cause with '
+                                                           '--check-finite')):
+        save = train_on([*losses, 9.0, 9.0], norms=norms, save_every=1, **options)
+        assert save.saved == []
+        assert save.error == (f'{name} at [4/16] after 0 epochs; lower the learning rate with -l{remedy}; '
+                              'the last complete checkpoint is BEFORE')
+
+
+def test_so_many_steps_are_skipped_also_over_several_runs_and_they_do_not_count_for_the_loss(capsys):
+    run = fit.Run(1, 4)
+    losses = [9.0, math.nan, 5.0, 7.0]
+    save = train_on(losses, run, save_every=1, max_skipped=2)
+    assert save.error is None and save.saved == [(1, 0, False)] and run.skipped == 1
+    out = capsys.readouterr().out
+    assert 'step skipped : the loss is nan at [4/16]; 1 of at most 2\n' in out and 'loss : 7.00000' in out
+    resumed = fit.Run(**json.loads(json.dumps(run.asdict() | {'epoch': 0})))
+    assert train_on(losses, resumed, max_skipped=2).error is None and resumed.skipped == 2
+    resumed.epoch = 0
+    assert train_on(losses, resumed, max_skipped=2).error.startswith('the loss is nan at [4/16]')
+
+
+@pytest.mark.parametrize('group', ['m', 'v', 'average'])
+def test_moments_and_an_average_that_are_not_finite_are_not_saved(group, tmp_path):
+    params = Parameters({'w': Spec((3,), zeros())})
+    optimizer, found = Adam(params, 0.1), checkpoint.fresh(tmp_path)
+    optimizer.average_parameters(0.9)
+    save = fit.Saver(found, params, optimizer, fit.Run(0, 4), {}, metric='bleu')
+    save()
+    before = sorted(os.listdir(tmp_path))
+    (optimizer.average if group == 'average' else getattr(params, group))[1] = np.inf
+    for write in (save, lambda: save.note({'bleu': 1.0})):
+        with pytest.raises(UserError, match='1 of 5 tensors are no longer finite, such as .*/w, and they are not saved; '):
+            write()
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+RISES = {'at once': [*np.geomspace(9.5, 2.0, 300), *[9.0] * 100],
+         'slowly': [*np.geomspace(9.5, 2.0, 300), *np.linspace(2, 18, 60)],
+         'noisy': [2 + 0.1 * (n % 7) for n in range(300)] + [8 + 0.5 * (n % 7) for n in range(20)]}
+
+
+@pytest.mark.parametrize('name', RISES)
+def test_a_rise_of_the_loss_is_reported_once_with_the_remedy_and_the_checkpoint_from_before_is_kept(name, capsys):
+    losses = RISES[name]
+    save = train_on(losses, steps=len(losses) // 2, save_every=1)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
+    assert save.error is None and len(lines) == 1 and save.kept_last in ('BEFORE', 'PATH')
+    assert lines[0].startswith('warning: the loss rose from 2') and lines[0].endswith(
+        f'; if it does not fall again, lower the learning rate with -l; the last complete checkpoint is {save.kept_last}, '
+        'which is kept')
+
+
+@pytest.mark.parametrize('name', ['learns', 'spikes', 'bad initial values', 'a format without scales', 'two steps'])
+def test_what_is_no_rise_of_the_loss(name, capsys):
+    train_on(GOOD[name], steps=len(GOOD[name]))
+    assert 'rose' not in capsys.readouterr().err
+
+
+def test_the_loss_of_a_run_that_learns_never_rises():
+    """Losses of batches of different difficulty, with a step down at each epoch."""
+    rise, noise = fit.Rise(), np.random.default_rng(0)
+    for step in range(20_000):
+        level = max(9.5 * 0.8 ** (step // 500), 0.05)
+        assert rise.add(float(level * noise.lognormal(0, 0.3))) is None
+
+
+def test_no_checkpoint_by_time_while_the_loss_is_high(capsys):
+    losses = [*[2.0] * 199, 9.0, 9.0, 9.0, 9.0, *[2.0] * 97]
+    save = train_on(losses, steps=300, save_minutes=1e-12)
+    steps = [position // 4 for _, position, by_time in save.saved if by_time]
+    assert steps and not set(steps) & {200, 201, 202, 203}
+
+
+def test_the_checkpoint_from_before_a_rise_is_not_removed(tmp_path):
+    params = Parameters({'w': Spec((3,), zeros())})
+    save = fit.Saver(checkpoint.fresh(tmp_path), params, Adam(params, 0.1), fit.Run(0, 4), {}, keep=1)
+    good = save(by_time=True)
+    save.keep_last()
+    counted = save()
+    save.keep_last()
+    save()
+    newest = save()
+    assert {str(path) for path in tmp_path.iterdir()} == {good, counted, newest}
 
 
 # ---- the best checkpoint, the newest ones, and a run that stops improving ------------------------------------

@@ -1,0 +1,388 @@
+"""Random training programs: nets of pyops.nn, losses, optimisers and batches, trained in several ways that must agree.
+
+A program is drawn from a list of numbers, so that a failing one can be made shorter: `shrink`.  The ways:
+
+    bits equal      step by step without a plan; from a plan for each batch size; the plans of other batch sizes recorded
+                    before; plan memory never reused; plan memory full of NaN before the first step; two and three threads
+    float64         the loss of the first step and its derivative in a random direction, against the formulas of the ops
+    on a GPU        or the emulator instead, loss and gradient of the first step, against the CPU
+"""
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from arrays import gathered
+from places import ON_GPU, get, put
+
+from pyops import backend, nn, optim
+from pyops.autograd import Tensor
+from pyops.autograd.mode import interpreted_by
+from pyops.data.batches import gather
+from pyops.differences import in_float64
+from pyops.fit import History
+from pyops.ndarray import as_ndarray
+from pyops.plan import Plan
+from pyops.steps import Steps
+
+SAMPLES, TOKENS, NUMBERS = 40, 11, 40           # samples of a data set; different tokens; numbers of a program
+LOSS_TOLERANCE, DERIVATIVE_TOLERANCE = 1e-4, 5e-3
+WIDTHS = 3, 1, 2, 5, 8, 16, 17, 33
+ACTIVATIONS = 'ReLU', 'GELU', 'SiLU', 'Tanh', 'Sigmoid', 'LeakyReLU'
+
+
+class Draws:
+    """Choices from a list of numbers.  When it is used up, each is the first, simplest option."""
+
+    def __init__(self, numbers):
+        self._numbers = iter(numbers)
+
+    def pick(self, *options):
+        return options[next(self._numbers, 0) % len(options)]
+
+    def widths(self, most=33):
+        return self.pick(*(n for n in WIDTHS if n <= most))
+
+
+@dataclass
+class Program:
+    """shape: of a sample; if the first layer is an Embedding, of its result;  layers: (name, *arguments) each
+    classes: of the cross entropy, 0 for a squared error;  optimizer: (name, settings)
+    sizes: number of samples of each batch;  seed: of the data and the first parameters"""
+    shape: tuple
+    layers: list
+    classes: int
+    optimizer: tuple
+    sizes: list
+    seed: int = 0
+
+    def __str__(self):
+        layers = ', '.join(f'{name}({", ".join(map(repr, rest))})' for name, *rest in self.layers)
+        loss = f'cross entropy of {self.classes} classes' if self.classes else 'squared error'
+        name, settings = self.optimizer
+        return (f'samples {self.shape}: {layers}; {loss}; {name}({", ".join(f"{k}={v}" for k, v in settings.items())}); '
+                f'batches of {self.sizes}; seed {self.seed}')
+
+    @property
+    def has_dropout(self):
+        return any(name == 'Dropout' or name in ('Attention', 'Encoder') and rest[2] for name, *rest in self.layers)
+
+
+def program_of(numbers):
+    """Return the Program of a list of numbers."""
+    draws = Draws(numbers)
+    kind = draws.pick('vectors', 'sequences', 'images', 'tokens')
+    if kind == 'vectors':
+        shape = (draws.widths(),)
+    elif kind == 'images':
+        shape = draws.pick(1, 2, 3, 4), draws.pick(4, 5, 8, 9), draws.pick(4, 6, 9)
+    else:
+        shape = draws.pick(1, 2, 5, 9), draws.widths(17)
+    layers, now = [('Embedding', TOKENS, shape[1])] if kind == 'tokens' else [], shape
+    for _ in range(draws.pick(1, 2, 3, 4, 6)):
+        layer, now = _LAYERS[len(now)](draws, now)
+        layers += layer
+    if len(now) == 2:
+        layers.append(('Mean', 1))
+        now = now[1:]
+    elif len(now) == 3:
+        layers.append(('Flatten',))
+        now = (math.prod(now),)
+    classes = draws.pick(3, 0, 2, 17)
+    layers.append(('Linear', now[0], classes or 1))
+    optimizer = draws.pick(('SGD', dict(lr=0.05)), ('Adam', dict(lr=0.01)), ('AdamW', dict(lr=0.01, weight_decay=0.1)),
+                           ('SGD', dict(lr=0.05, momentum=0.9, nesterov=True)),
+                           ('SGD', dict(lr=0.05, momentum=0.5, dampening=0.5, weight_decay=0.01)),
+                           ('Adam', dict(lr=0.01, max_norm=0.5, weight_decay=0.01)), ('Muon', dict(lr=0.01)))
+    if optimizer[0] == 'Muon' and not any(name == 'Linear' and min(rest) > 1 for name, *rest in layers[:-1]):
+        optimizer = 'Adam', dict(lr=0.01, max_norm=1.0)
+    least = 2 if 'BatchNorm' in str(layers) else 1
+    one, other = max(draws.pick(4, 1, 2, 7, 16, 33), least), max(draws.pick(3, 1, 8, 40), least)
+    steps = draws.pick(2, 1, 3, 5, 8, 20)
+    return Program(shape, layers, classes, optimizer, [other if draws.pick(0, 0, 1) else one for _ in range(steps)],
+                   draws.pick(*range(50)))
+
+
+def _of_vector(draws, shape):
+    n, = shape
+    kind = draws.pick('Linear', 'activation', 'LayerNorm', 'BatchNorm1d', 'Residual', 'Dropout', 'Softmax')
+    if kind == 'Linear':
+        width = draws.widths()
+        return [('Linear', n, width, draws.pick(True, False))], (width,)
+    if kind == 'Residual':
+        return [('Residual', n, draws.pick(*ACTIVATIONS))], shape
+    if kind == 'activation':
+        return [(draws.pick(*ACTIVATIONS),)], shape
+    if kind == 'Dropout':
+        return [('Dropout', draws.pick(0.5, 0.1))], shape
+    return [(kind,) if kind == 'Softmax' else (kind, n)] if n > 1 else [('Tanh',)], shape
+
+
+def _of_sequence(draws, shape):
+    T, n = shape
+    kind = draws.pick('Linear', 'activation', 'LayerNorm', 'GRU', 'LSTM', 'RNN', 'Attention', 'Encoder', 'Dropout', 'Mean')
+    if kind in ('GRU', 'LSTM', 'RNN'):
+        hidden = draws.widths(17)
+        both = draws.pick(False, True)
+        return [(kind, n, hidden, 1, draws.pick(True, False), True, 0.0, both)], (T, hidden * (1 + both))
+    if kind in ('Attention', 'Encoder'):
+        width = draws.pick(4, 8, 16)
+        heads, dropout = draws.pick(1, 2, 4), draws.pick(0.0, 0.0, 0.1)
+        return [('Linear', n, width, True), (kind, width, heads, dropout, draws.pick(False, True))], (T, width)
+    if kind == 'Mean':
+        return [('Mean', 1)], (n,)
+    layers, (n,) = _of_vector(Draws([{'Linear': 0, 'activation': 1, 'LayerNorm': 2, 'Dropout': 5}[kind],
+                                     *(draws.pick(*range(8)) for _ in range(2))]), (n,))
+    return layers, (T, n)
+
+
+def _of_image(draws, shape):
+    C, H, W = shape
+    kind = draws.pick('Conv2d', 'activation', 'BatchNorm2d', 'MaxPool2d', 'AvgPool2d', 'GroupNorm', 'Flatten', 'Dropout')
+    if kind == 'Conv2d':
+        k, stride, padding, out = draws.pick(1, 2, 3), draws.pick(1, 2), draws.pick(0, 1), draws.pick(2, 1, 3, 8)
+        return [(kind, C, out, k, stride, padding)], (out, *((n + 2 * padding - k) // stride + 1 for n in (H, W)))
+    if kind in ('MaxPool2d', 'AvgPool2d'):
+        return ([(kind, 2)], (C, H // 2, W // 2)) if min(H, W) > 3 else ([('Tanh',)], shape)
+    if kind == 'Flatten':
+        return [('Flatten',)], (C * H * W,)
+    if kind == 'activation':
+        return [(draws.pick(*ACTIVATIONS),)], shape
+    return [{'GroupNorm': (kind, 2 if C % 2 == 0 else 1, C), 'BatchNorm2d': (kind, C), 'Dropout': (kind, 0.3)}[kind]], shape
+
+
+_LAYERS = {1: _of_vector, 2: _of_sequence, 3: _of_image}
+
+
+class Net(nn.Module):
+    """The layers of a program, one after the other."""
+
+    def __init__(self, program):
+        super().__init__()
+        self.names = [name for name, *_ in program.layers]
+        self.layers = nn.ModuleList([_layer(*layer) for layer in program.layers])
+
+    def forward(self, x):
+        for name, layer in zip(self.names, self.layers, strict=True):
+            if name in ('GRU', 'LSTM', 'RNN'):
+                x = layer(x)[0]
+            elif name == 'Attention':
+                x = layer(x, x, x, need_weights=False)[0]
+            elif name == 'Embedding':
+                x = layer(x).transpose(0, 1)            # from (T, B, C)
+            elif name == 'Mean':
+                x = x.mean(1)
+            else:
+                x = layer(x)
+        return x
+
+
+def _layer(name, *rest):
+    if name == 'Mean':
+        return nn.Identity()
+    if name == 'Residual':
+        return nn.Residual(nn.Sequential(nn.Linear(rest[0], rest[0]), getattr(nn, rest[1])()))
+    if name == 'Attention':
+        width, heads, dropout, _ = rest
+        return nn.MultiheadAttention(width, heads, dropout, batch_first=True)
+    if name == 'Encoder':
+        width, heads, dropout, norm_first = rest
+        return nn.TransformerEncoderLayer(width, heads, 2 * width, dropout, batch_first=True, norm_first=norm_first)
+    if name == 'RNN':
+        inputs, hidden, layers, bias, batch_first, dropout, both = rest
+        return nn.RNN(inputs, hidden, layers, bias=bias, batch_first=batch_first, dropout=dropout, bidirectional=both)
+    return getattr(nn, name)(*rest)
+
+
+class Training:
+    """The model, data and step of a program on the current device."""
+
+    def __init__(self, program):
+        rng = np.random.default_rng(program.seed)
+        self.program, self.net = program, Net(program).reset_parameters(program.seed)
+        name, settings = program.optimizer
+        self.optimizer, self.history = getattr(optim, name)(self.net.params, **settings), History()
+        self.x = put(rng.standard_normal((SAMPLES, math.prod(program.shape))).astype(np.float32))
+        self.ids = put(rng.integers(0, TOKENS, (SAMPLES, program.shape[0])).astype(np.int32))
+        self.numbers = put(np.arange(SAMPLES, dtype=np.int32).reshape(-1, 1))
+        self.labels = put(rng.integers(0, program.classes or 2, (SAMPLES, 1)).astype(np.int32))
+        self.one = put(np.ones((), np.float32))
+        self.batches = [rng.integers(0, SAMPLES, size) for size in program.sizes]
+
+    def loss(self, rows):
+        if self.program.layers[0][0] == 'Embedding':
+            x = gather(self.ids, rows)
+        else:
+            x = gathered(self.x, self.numbers, rows).reshape(len(rows), *self.program.shape)
+        y = self.net(Tensor(as_ndarray(x)))
+        if not self.program.classes:
+            return nn.MSELoss()(y, Tensor(as_ndarray(gathered(self.x, self.numbers, rows)))[:, :1])
+        return nn.CrossEntropyLoss()(y, Tensor(as_ndarray(gather(self.labels, rows, name='labels').reshape(-1))))
+
+    def step(self, rows):
+        self.net.params.zero_grads()
+        loss = self.loss(rows)
+        loss.backward(Tensor(as_ndarray(self.one)))
+        self.optimizer.step()
+        self.history.add(loss.device.kernel_array(loss.array).reshape(1), None, self.optimizer.norm)
+
+    def steps(self):
+        """Return the Steps that run step() from plans."""
+        return Steps(self.step, self.net.params, x=self.x, ids=self.ids, numbers=self.numbers, labels=self.labels, one=self.one,
+                     **dict(self.net.named_buffers()), **self.optimizer.arrays(), **self.history.arrays())
+
+    def state(self):
+        """Return {name: bytes} of losses, parameters, moments and statistics."""
+        arrays = dict(self.net.named_buffers()) | dict(parameters=self.net.params.values, m=self.net.params.m,
+                                                       v=self.net.params.v, losses=self.history.log)
+        return {name: get(array).tobytes() for name, array in arrays.items()}
+
+
+# ---- the ways --------------------------------------------------------------------------------------------------------
+
+def eager(program):
+    training = Training(program)
+    for rows in training.batches:
+        training.step(put(rows))
+    return training
+
+
+def planned(program, before=lambda training, steps: None, runner=None):
+    training = Training(program)
+    steps = training.steps()
+    if runner:
+        steps.runner = runner
+    before(training, steps)
+    for rows in training.batches:
+        steps(put(rows))
+    return training
+
+
+def after_another_size(program):
+    return planned(program, lambda training, steps: [steps.plan(put(np.arange(n))) for n in (5, SAMPLES)])
+
+
+def without_reuse(program):
+    give_back, Plan._give_back = Plan._give_back, lambda self, block: self._live.pop(block.address, None)
+    try:
+        return planned(program)
+    finally:
+        Plan._give_back = give_back
+
+
+def on_nan(program):
+    """The memory of a plan is full of NaN before each step."""
+    def run(plan):
+        for block in plan._blocks:
+            block.owner[...] = 0xff
+        plan.run()
+    return planned(program, runner=run)
+
+
+def on_threads(program, threads):
+    before = backend.threads()
+    backend.set_threads(threads)
+    try:
+        return planned(program)
+    finally:
+        backend.set_threads(before)
+
+
+WAYS = {'planned': planned, 'after another batch size': after_another_size, 'without reuse of memory': without_reuse}
+if not ON_GPU:
+    WAYS |= {'in memory full of NaN': on_nan, 'on two threads': lambda program: on_threads(program, 2),
+             'on three threads': lambda program: on_threads(program, 3)}
+
+
+def difference(program):
+    """Train a program in all ways.  Return text about the first difference, or None."""
+    with np.errstate(all='ignore'):
+        expected = eager(program).state()
+        for name, way in WAYS.items():
+            state = way(program).state()
+            if wrong := [part for part in expected if state[part] != expected[part]]:
+                return f'{name}: {", ".join(wrong)} differ from those of steps without a plan'
+        if ON_GPU:
+            return difference_from_the_cpu(program)
+        return None if program.has_dropout else difference_from_float64(program)
+
+
+def difference_from_the_cpu(program):
+    """Compare loss and gradient of the first step on a GPU with those on the CPU.  Return text about a difference, or None."""
+    losses, gradients = [], []
+    for device in (backend.current_device(), backend.HOST):
+        with backend.on(device):
+            training = Training(program)
+            training.net.params.zero_grads()
+            loss = training.loss(put(training.batches[0]))
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append(get(training.net.params.grads).astype(np.float64))
+    if not abs(losses[0] - losses[1]) <= LOSS_TOLERANCE * max(abs(losses[1]), 1):
+        return f'CPU: the loss is {losses[0]:.8g}, expected {losses[1]:.8g}'
+    error = np.linalg.norm(gradients[0] - gradients[1]) / (np.linalg.norm(gradients[1]) + 1e-12)
+    return f'CPU: the gradient differs by {error:.1e} of its norm' if error > DERIVATIVE_TOLERANCE else None
+
+
+def difference_from_float64(program):
+    """Compare loss and gradient of the first step with float64.  Return text about a difference, or None."""
+    training = Training(program)
+    rows, params = training.batches[0], training.net.params
+    params.zero_grads()
+    loss = training.loss(rows)
+    loss.backward()
+    got, gradient = loss.item(), params.grads.astype(np.float64)
+    exact = _in_float64(training, rows)
+    if not abs(got - exact) <= LOSS_TOLERANCE * max(abs(exact), 1):
+        return f'float64: the loss is {got:.8g}, expected {exact:.8g}'
+    kept = params.values.copy()
+    direction = np.random.default_rng(0).choice([-1.0, 1.0], kept.shape) * 2.0**-11
+    errors = []
+    for scale in (1.0, 0.25):               # a kink between the two points spoils one step size, and rarely both
+        above, below = ((kept + sign * scale * direction).astype(np.float32) for sign in (1, -1))
+        values = []
+        for point in (above, below):
+            params.values[...] = point
+            values.append(_in_float64(training, rows))
+        moved = above.astype(np.float64) - below
+        expected, size = values[0] - values[1], float(np.linalg.norm(gradient) * np.linalg.norm(moved))
+        error = abs(float(gradient @ moved) - expected)
+        errors.append(error / (size + 1e-12))
+    params.values[...] = kept
+    if min(errors) > DERIVATIVE_TOLERANCE:
+        return f'float64: the derivative in a random direction differs by {min(errors):.1e} of the norm of the gradient'
+    return None
+
+
+def _in_float64(training, rows):
+    with interpreted_by(in_float64):
+        return float(np.asarray(training.loss(rows).array))
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+def numbers_of(seed):
+    """Return the numbers of the program with this seed."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(NUMBERS)]
+
+
+def shrink(numbers, fails):
+    """Return a short list of small numbers for which fails(numbers) is still true."""
+    numbers, size = list(numbers), len(numbers)
+    while size:
+        at = 0
+        while at < len(numbers):
+            shorter = numbers[:at] + numbers[at + size:]
+            if fails(shorter):
+                numbers = shorter
+            else:
+                at += size
+        size //= 2
+    for at in range(len(numbers)):
+        for smaller in (0, 1, 2, 3, numbers[at] % 60):
+            changed = [*numbers[:at], smaller, *numbers[at + 1:]]
+            if smaller < numbers[at] and fails(changed):
+                numbers = changed
+                break
+    return numbers
