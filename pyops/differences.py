@@ -78,6 +78,7 @@ def in_float64(op, inputs, constants):
                            'called with arrays as the op is, or pass float32=True')
     if reference is not op and kind is not op:
         constants = settings_of(op) | constants
+    constants = {name: value for name, value in constants.items() if name != 'name'}        # of the op, for plans
     if op in _LOGICAL:                  # masks are stored as floats, which numpy's bit operations reject
         inputs = [x.array.numpy().astype(bool) if isinstance(x, Tensor) and x.array.dtype.kind in 'bf' else x for x in inputs]
     y = reference(*map(_double, inputs), **{name: _double(value) for name, value in constants.items()})

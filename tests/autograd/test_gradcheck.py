@@ -9,7 +9,7 @@ from conftest import ROOT
 
 import pyops
 from pyops import functional as F
-from pyops import ops
+from pyops import nn, ops
 from pyops.__main__ import main
 from pyops.autograd import Tensor, apply, grad
 from pyops.differences import Row, check_op, every_op, find_op
@@ -203,3 +203,10 @@ def test_bad_arguments_of_the_command_end_with_one_line(arguments):
     run = subprocess.run([sys.executable, '-m', 'pyops', *arguments], cwd=ROOT, text=True, capture_output=True)
     assert run.returncode == 2 and not run.stdout and 'Traceback' not in run.stderr
     assert run.stderr.count('\n') == 1 and arguments[-1] in run.stderr
+
+
+@pytest.mark.parametrize('layer', [nn.ReLU, nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, lambda: nn.Linear(5, 3)])
+def test_layers_that_name_their_ops_can_be_checked(layer):
+    net = nn.Sequential(nn.Linear(4, 5), layer()).reset_parameters(0)
+    report = pyops.gradcheck(net, inputs((3, 4)))
+    assert report.ok, f'\n{report}'
