@@ -15,6 +15,7 @@ import numpy as np
 from pyops import backend
 from pyops.autograd import Tensor, apply, is_grad_enabled
 from pyops.autograd.mode import is_interpreted
+from pyops.autograd.tape import as_scalar
 from pyops.autograd.tensor import concatenate, einsum, stack, where  # noqa: F401  functions of this module
 from pyops.methods import accepts_torch_names
 from pyops.ops import (
@@ -703,7 +704,8 @@ def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight:
     label_smoothing: s: the target is 1 - s + s / C for the label and s / C for each other class
     Anything but ignore_index is computed with array ops, which store the logarithms of all rows.
     """
-    if isinstance(ignore_index, bool) or not hasattr(ignore_index, '__index__') or np.ndim(ignore_index):
+    if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not hasattr(ignore_index, '__index__')
+                                          or np.ndim(ignore_index)):
         raise TypeError(f'cross_entropy: ignore_index: expected a whole number, got {type(ignore_index).__name__}; pass weight '
                         'by name')
     _check_reduction('cross_entropy', reduction)
@@ -711,9 +713,10 @@ def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight:
         raise ValueError(f'cross_entropy: label_smoothing: expected 0 to 1, got {label_smoothing}')
     x, labels = _classes_last(tensor(x), labels)
     if weight is None and reduction == 'mean' and not label_smoothing:
-        rows, ids = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        ids = labels if labels.ndim == 1 else labels.reshape(-1)
         if not _is_double(x):
-            return apply(CrossEntropy, rows, ids, ignore=ignore_index).reshape(())
+            return as_scalar(apply(CrossEntropy, rows, ids, ignore=ignore_index))
         found = np.flatnonzero(ids.numpy() != ignore_index)
         return -log_softmax(rows)[found, ids.numpy()[found]].sum() / builtins.max(len(found), 1)
     return _negative_logs(log_softmax(x), labels, ignore_index, weight, reduction, label_smoothing)
@@ -770,7 +773,7 @@ def linear_cross_entropy(x: Numbers, weight: Numbers, bias: Numbers, labels: Num
     gradients = is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad)
     loss = apply(LinearCrossEntropy, x, tensor(labels, x), gradients, weight=weight, bias=bias, ignore=ignore_index,
                  smoothing=label_smoothing)
-    return loss.reshape(())
+    return as_scalar(loss)
 
 
 def mse_loss(x: Numbers, target: Numbers, reduction: str = 'mean') -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 
 from pyops import backend, ndarray
 from pyops.autograd.mode import mode
-from pyops.autograd.tape import KernelCall, Recorded, as_array, as_ndarray, has_nan, parent_of, wrap
+from pyops.autograd.tape import KernelCall, Recorded, as_array, as_ndarray, has_nan, kernel_array, parent_of, wrap
 from pyops.ndarray import NDArray
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class _Backward:
                 for i, slot in enumerate(slots):
                     if node.hooks and slot[0] is not None:
                         slot[0] = self.hooked(node.hooks.get(i), slot[0])
-                    if (node, i) in self.captured:
+                    if self.captured and (node, i) in self.captured:
                         self.captured[node, i] = slot[0]
                 if self.relevant is None or node in self.relevant:
                     node.check()
@@ -152,30 +152,45 @@ class _Backward:
     def kernel_op(self, node: Node, dys: list[Any]) -> None:
         """Run the backward of a kernel op, which adds to the gradients of its parameters itself."""
         kernel, dy = node.op, dys[0]
-        wanted = [self.wanted(parent) for parent in node.parents]
+        wanted = [parent is not None and (self.relevant is None or self.wanted(parent)) for parent in node.parents]
         device, n = node.outputs[0][2], len(node.parents) - len(kernel.parameters)
         if self.create_graph:
             self.pass_on(node, self.derivatives(node, dy, device, n), wanted)
             return
-        sums = [self.sum_of(parent) if needed else ndarray.zeros(value.shape, device=device)
-                for parent, needed, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
-        op = kernel.make([device.kernel_array(d) for d in sums])
+        if not kernel.parameters or self.adds_to_entries(kernel, node.parents[n:]):
+            op, sums = kernel.one, [leaf.grad.array for leaf in node.parents[n:]]
+        else:
+            sums = [self.sum_of(parent) if needed else ndarray.zeros(value.shape, device=device)
+                    for parent, needed, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
+            op = kernel.make([device.kernel_array(d) for d in sums])
         options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}      # type: ignore[arg-type]
         dy = dy.compact()
-        given = device.kernel_array(dy)
-        with backend.on(device):
+        given = kernel_array(dy, device)
+        if node.is_scalar:
+            given = given.reshape(1)
+        if device is backend.current_device():
             gradients = op.backward(given, node.ctx, **options)
+        else:
+            with backend.on(device):
+                gradients = op.backward(given, node.ctx, **options)
         for d, (_, name, _) in zip(sums, kernel.parameters, strict=True):
             d.buffer.version += 1
             if mode.anomaly and has_nan(d):
                 raise RuntimeError(f'detect_anomaly: {node.name}: its backward computed a gradient with a NaN for {name} of '
                                    f'shape {d.shape}; the gradient of its output has none')
         known, arrays = {id(given): dy}, []         # Residual returns dy itself, twice: keep them identical
-        for gradient in gradients if type(gradients) is tuple else (gradients,):
-            if gradient is not None and id(gradient) not in known:
+        for gradient, needed in zip(gradients if type(gradients) is tuple else (gradients,), wanted, strict=False):
+            if needed and gradient is not None and id(gradient) not in known:
                 known[id(gradient)] = as_ndarray(gradient, device)
             arrays.append(known.get(id(gradient)))
         self.pass_on(node, arrays, wanted)
+
+    def adds_to_entries(self, kernel: KernelCall, leaves: list[Any]) -> bool:
+        """Return whether backward may add to the gradients of the entries of a kernel op: they are the .grad of all its
+        parameters, each is wanted, and no hook waits for it."""
+        return kernel.entries is not None and self.accumulate and self.relevant is None and all([
+            leaf is not None and leaf.entry is entry and leaf.requires_grad and not getattr(leaf, '_hooks', None)
+            for leaf, entry in zip(leaves, kernel.entries, strict=True)])
 
     def derivatives(self, node: Node, dy: Any, device: Device, n: int) -> list[Any]:
         """Return the gradients of the n inputs and the parameters of a kernel op, computed with recorded array ops."""
@@ -234,7 +249,7 @@ def _start(walk: _Backward, outputs: Sequence[Tensor], gradients: Sequence[Any])
         if dy is None:
             if y.size != 1:
                 raise RuntimeError(f'backward: a tensor of shape {y.shape} is not a scalar; pass its gradient, or sum it first')
-            dy = wrap(ndarray.ones(*y.kind), None)
+            dy = wrap(_one(*y.kind), None)
         else:
             dy = dy if isinstance(dy, Recorded) else wrap(as_array(dy, y.device, y.dtype), None)
             if dy.shape != y.shape:
@@ -242,6 +257,13 @@ def _start(walk: _Backward, outputs: Sequence[Tensor], gradients: Sequence[Any])
             if not walk.create_graph:
                 dy = wrap(dy.array.copy(), None)    # it may be a .grad, to which backward adds
         walk.add(parent_of(y), dy if walk.create_graph else dy.array)
+
+
+def _one(shape: Shape, dtype: np.dtype, device: Device) -> NDArray:
+    """Return the gradient of a scalar with respect to itself: 1."""
+    if device.is_host and not backend.is_recorded():            # without a launch
+        return ndarray.from_numpy(np.ones(shape, dtype), device)
+    return ndarray.ones(shape, dtype, device)
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Numbers | None], create_graph: bool = False,

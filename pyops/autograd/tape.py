@@ -8,6 +8,7 @@ gradient, the method `backward_on_tensors`.
 from __future__ import annotations
 
 import itertools
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from pyops.ops.array import ArrayOp
 from pyops.params import Parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import DTypeLike
 
@@ -41,11 +42,15 @@ class Recorded:
 
     array           the NDArray
     origin          (node, index of its output) of the op that produced it; None for a leaf
+    entry           the pyops.params.Parameter over the same memory, which the parameters of modules have; None for others
+    calls           {op: KernelCall} of the kernel ops whose first parameter it is, kept for the next call; only with an entry
     """
     __slots__ = ('array', 'origin', 'requires_grad', '_grad', '_hooks', '__weakref__')
     of_results: ClassVar[type[Tensor]]          # the class of the results of ops, set in tensor.py
     array: NDArray
     origin: Origin | None
+    entry: Any = None
+    calls: Mapping[Any, KernelCall] = MappingProxyType({})
     requires_grad: bool
     _grad: Tensor | None
     _hooks: dict[int, Any]                      # hooks of a leaf, by number; not set before the first
@@ -135,9 +140,11 @@ class Node:
     guards      (buffer, version, shape) of the arrays that backward will read
     outputs     (shape, dtype, device) of each output
     several     whether the op returns a tuple of outputs, and its backward takes a tuple of gradients
+    is_scalar   whether the output (1,) of a kernel op was given the shape (), see as_scalar
     hooks       {index of an output: {number: function}}: called with the gradient of that output; see Tensor.register_hook
     """
-    __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'number', 'hooks', '__weakref__')
+    __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'is_scalar', 'number', 'hooks',
+                 '__weakref__')
 
     def __init__(self, op: Any, ctx: Any, parents: list[Parent | None], arrays: list[int],
                  guards: list[tuple[Buffer, int, Shape]], outputs: list[tuple[Shape, np.dtype, Device]],
@@ -146,6 +153,7 @@ class Node:
         self.parents: Any = parents         # None, like ctx and arrays, after free()
         self.arrays: Any = arrays
         self.guards = guards
+        self.is_scalar = False
         self.number = next(_numbers)
         self.hooks: dict[int, dict[int, Any]] = {}
 
@@ -228,54 +236,143 @@ def parent_of(x: Any) -> Parent | None:
 # ---- kernel ops --------------------------------------------------------------------------------------------------------
 
 class KernelCall:
-    """A recorded kernel op: its class, the settings of its __init__, and its parameters as (argument, name, value).
+    """A kernel op with the settings and parameters of its __init__.  An op applied as an instance has none.
 
-    Backward creates it again with other gradient arrays.  An op applied as an instance has no parameters.
+    parameters  (argument, name, value) of each Tensor among the keyword arguments
+    one         the op, for forward
+    entries     the entries of all parameters, if `one` is made of them: its backward adds to their .grad.  None if a parameter
+                is not a module's; then make() creates the op again for backward
     """
-    __slots__ = ('op', 'parameters', 'settings')
+    __slots__ = ('op', 'parameters', 'settings', 'entries', 'one')
+    entries: tuple[Any, ...] | None
 
-    def __init__(self, op: Any, parameters: list[tuple[str, str, Any]], settings: dict[str, Any]) -> None:
-        self.op, self.parameters, self.settings = op, parameters, settings
+    def __init__(self, op: Any, constants: dict[str, Any]) -> None:
+        self.op: Any = op
+        self.parameters: list[tuple[str, str, Any]] = []
+        self.settings, self.entries = constants, None
+        tensors = {name: value for name, value in constants.items() if isinstance(value, Recorded)}
+        if not tensors:
+            self.one = self.make([])
+            return
+        device = _same_device(op, list(tensors.values()))
+        arrays = [device.kernel_array(p.array) for p in tensors.values()]       # gives a Parameter its memory and its name
+        self.parameters = [(argument, getattr(p, 'name', None) or argument, array)
+                           for (argument, p), array in zip(tensors.items(), arrays, strict=True)]
+        self.settings = {name: value for name, value in constants.items() if name not in tensors}
+        entries = tuple([p.entry for p in tensors.values()])
+        with backend.on(device):
+            if (isinstance(op, type) and all([e is not None and e.touched is None and e.rounded is None for e in entries])
+                    and all([type(setting) in _CONSTANT for setting in self.settings.values()])):
+                self.entries = entries
+                self.one = op(**dict(zip(tensors, entries, strict=True)), **self.settings)
+            else:
+                self.one = self.make(arrays)        # forward does not use gradients: any array of the right shape will do
 
     def make(self, grads: Sequence[Any]) -> Any:
+        """Return the op with these gradients of its parameters."""
         if not isinstance(self.op, type):
             return self.op
         parameters = {argument: Parameter(name, value, grad)
                       for (argument, name, value), grad in zip(self.parameters, grads, strict=True)}
         return self.op(**parameters, **self.settings)
 
+    def fits(self, constants: dict[str, Any]) -> bool:
+        """Return whether this is the call with these keyword arguments: the same parameters and equal settings."""
+        if len(constants) != len(self.parameters) + len(self.settings):
+            return False
+        for (argument, _, _), entry in zip(self.parameters, self.entries or (), strict=True):
+            value = constants.get(argument)
+            if not isinstance(value, Recorded) or value.entry is not entry:
+                return False
+        for name, setting in self.settings.items():
+            value = constants.get(name, self)
+            # 1.0 and True equal 1, and may be refused where 1 is accepted; a tuple may hold them
+            if value is not setting and not (type(value) is type(setting) is not tuple and value == setting):
+                return False
+        return True
+
+
+_CONSTANT = frozenset((bool, int, float, str, tuple, type(None)))       # types of settings of which a call is kept
+
+
+def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:
+    """Return the KernelCall of an op with these keyword arguments.
+
+    The parameters of a layer are the same in every step, so its call is kept with the first of them.  It refers to their
+    memory and not to the Tensors, so it keeps no module alive.
+    """
+    for first in constants.values():
+        if isinstance(first, Recorded):
+            break
+    else:
+        return KernelCall(op, constants)
+    kernel = first.calls.get(op)
+    if kernel is None or not kernel.fits(constants):
+        kernel = KernelCall(op, constants)
+        if kernel.entries is not None:
+            first.calls[op] = kernel            # type: ignore[index]  # a Parameter's calls are a dict
+    return kernel
+
+
+def kernel_array(x: NDArray, device: Device) -> Any:
+    """Return device.kernel_array(x).  Faster for a whole array in host memory: its owner is the same array."""
+    owner = x.buffer.owner
+    if type(owner) is np.ndarray and owner.shape == x.shape and not x.offset and owner.dtype == x.dtype \
+            and x.strides == ndarray.row_major(x.shape):
+        return owner
+    return device.kernel_array(x)
+
 
 def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -> Tensor:
-    tensors = {name: value for name, value in constants.items() if isinstance(value, Recorded)}
-    every = [x for x in (*inputs, *tensors.values()) if isinstance(x, Recorded)]
-    device = _same_device(op, every)
-    kernel = KernelCall(op, [(argument, getattr(p, 'name', None) or argument, device.kernel_array(p.array))
-                             for argument, p in tensors.items()],
-                        {name: value for name, value in constants.items() if name not in tensors})
-    arrays = [device.kernel_array(x.array) if isinstance(x, Recorded) else x for x in inputs]
-    # forward does not use gradients: any array of the right shape will do
-    with backend.on(device):
-        made, ctx = kernel.make([value for _, _, value in kernel.parameters]).forward(*arrays)
+    kernel = _kernel_call(op, constants)
+    tensors = [x for x in inputs if isinstance(x, Recorded)]
+    tensors += [constants[argument] for argument, _, _ in kernel.parameters]
+    device = _same_device(op, tensors)
+    arrays: list[Any] = []
+    ids: list[int] = []
+    for x in inputs:
+        array = kernel_array(x.array, device) if isinstance(x, Recorded) else x
+        if id(array) in ids and isinstance(x, Recorded):
+            array = device.kernel_array(x.array)        # two Tensors over the same memory: derivatives() tells them apart
+        arrays.append(array)
+        ids.append(id(array))
+    if device is backend.current_device():
+        made, ctx = kernel.one.forward(*arrays)
+    else:
+        with backend.on(device):
+            made, ctx = kernel.one.forward(*arrays)
     y = as_ndarray(made, device)
     if mode.anomaly:
         check_finite(name_of(op), arrays, (y,))
-    if not mode.grad or not any([x.requires_grad for x in every]):
+    if not mode.grad or not any([x.requires_grad for x in tensors]):
         return wrap(y, None)
-    saved = {id(a) for a in ctx}
-    read = [x.array for x, a in zip(inputs, arrays, strict=True) if isinstance(x, Recorded) and id(a) in saved]
-    read += [p.array for p in tensors.values()] + [y] * (id(made) in saved)
-    node = Node(kernel, ctx, [parent_of(x) for x in (*inputs, *tensors.values())], [id(a) for a in (*arrays, made)],
-                [(a.buffer, a.buffer.version, a.shape) for a in read], [(y.shape, y.dtype, device)])
+    saved, parameters = {id(a) for a in ctx}, tensors[len(tensors) - len(kernel.parameters):]
+    read = [x.array for x, number in zip(inputs, ids, strict=True) if number in saved and isinstance(x, Recorded)]
+    read += [p.array for p in parameters] + [y] * (id(made) in saved)
+    parents = [parent_of(x) for x in (*inputs, *parameters)]
+    node = Node(kernel, ctx, parents, [*ids, id(made)], [(a.buffer, a.buffer.version, a.shape) for a in read],
+                [(y.shape, y.dtype, device)])
     return wrap(y, (node, 0))
+
+
+def as_scalar(y: Tensor) -> Tensor:
+    """Return the loss (1,) of a kernel op in the shape (), without another node: its backward gets a gradient of this shape."""
+    if mode.interpreter is not None:
+        return y.reshape(())
+    array = NDArray(y.array.buffer, y.array.offset, (), (), y.array.dtype)
+    if y.origin is not None:
+        node = y.origin[0]
+        node.outputs, node.is_scalar = [((), array.dtype, array.buffer.device)], True
+    return wrap(array, y.origin)
 
 
 def _same_device(op: Any, tensors: Sequence[Recorded]) -> Device:
     """Return the common device of the tensors.  Raises TypeError if they are on several."""
     if not tensors:
         return ndarray.default_device()
-    device = tensors[0].device
+    device: Device = tensors[0].array.buffer.device
     for other in tensors:
-        if other.device is not device:
+        if other.array.buffer.device is not device:
             raise TypeError(f'{name_of(op)}: expected all tensors on one device, got {device} and {other.device}')
     return device
 
@@ -284,5 +381,5 @@ def as_ndarray(array: Any, device: Device) -> NDArray:
     """Wrap a C-contiguous array, an output of a kernel op, in an NDArray on the device of its inputs."""
     if isinstance(array, NDArray):
         return array
-    dtype = ndarray.FLOAT if array.dtype == np.float32 else ndarray.INT
-    return NDArray(device.wrap(array, True), 0, array.shape, ndarray.row_major(array.shape), dtype)
+    shape, dtype = array.shape, ndarray.FLOAT if array.dtype == ndarray.FLOAT else ndarray.INT
+    return NDArray(device.wrap(array, True), 0, shape, ndarray.row_major(shape), dtype)

@@ -62,7 +62,7 @@ class Linear(KernelLayer):
         self.bias = Parameter((out_features,), init.zeros()) if bias else None
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
-        return ops.Linear, {'weight': self.weight} | ({'bias': self.bias} if self.bias is not None else {}), {}
+        return ops.Linear, {'weight': self.weight} if self.bias is None else {'weight': self.weight, 'bias': self.bias}, {}
 
     def settings(self) -> str:
         return f'{self.in_features}, {self.out_features}{", bias=False" if self.bias is None else ""}'

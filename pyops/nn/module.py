@@ -39,7 +39,8 @@ class Parameter(Tensor):
     .grad is a view of the flat gradient buffer: zeros before the first backward, which adds to it.  It is None while
     requires_grad is off.
     """
-    __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed', '_given')
+    __slots__ = ('name', 'home', 'entry', 'calls', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed',
+                 '_given')
     name: str | None            # this and the next two are None until the tree is first used
     home: Any                   # the pyops.params.Parameters with its memory
     entry: Any                  # its pyops.params.Parameter
@@ -56,7 +57,7 @@ class Parameter(Tensor):
         if min(self._shape, default=1) < 1:
             raise ValueError(f'Parameter: shape {self._shape}: expected sizes of 1 or more')
         self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = self._given = None
-        self.origin, self.requires_grad, self._seed = None, True, next_key('parameter')
+        self.origin, self.requires_grad, self._seed, self.calls = None, True, next_key('parameter'), {}
 
     @property
     def shape(self) -> Shape:
@@ -64,7 +65,8 @@ class Parameter(Tensor):
 
     @property
     def array(self) -> NDArray:
-        self._settle()
+        if self._array is None:
+            self._settle()
         return self._array
 
     @array.setter
@@ -75,7 +77,8 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        self._settle()
+        if self._array is None:
+            self._settle()
         return self._gradient if self.requires_grad else None
 
     @grad.setter
@@ -421,10 +424,12 @@ class Layer(Module):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not inputs or not all([isinstance(x, Tensor) for x in inputs]):
             inputs = self._naming(_as_tensors, inputs, named)
-        return super().__call__(*inputs, **named)
+        if not self._is_built:
+            self.root().build()
+        return self.forward(*inputs, **named)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if _tensors((inputs, *named.values())):
+        if inputs and isinstance(inputs[0], Tensor) or _tensors((inputs, *named.values())):
             return self._naming(self.forward_tensors, *inputs, **named)
         if named:
             raise TypeError(f'{self.label()}: on arrays, arguments are positional, got keyword {", ".join(named)}')

@@ -61,7 +61,8 @@ class Linear:
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I), REAL)
         y = empty((*x.shape[:-1], O), x.dtype, f'{self.name}.y') if out is None else out
-        check('y', y, (*x.shape[:-1], O), x.dtype)
+        if out is not None:
+            check('y', y, (*x.shape[:-1], O), x.dtype)
         gemm(as_rows(y), as_rows(x), self.weight.operand(x.dtype).T, self.bias and self.bias.value)
         self._note(FWD, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
         return y, self.Ctx(x)

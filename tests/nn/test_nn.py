@@ -1,5 +1,6 @@
 """Layers against their twins in PyTorch, on Tensors and by hand; the tree of modules; names, seeds and flat buffers."""
 import copy
+import gc
 import pickle
 import weakref
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from small_models import shaken
 import pyops
 from pyops import functional as F
 from pyops import init, ndarray, nn, ops, optim
-from pyops.autograd import Tensor, grad, no_grad
+from pyops.autograd import Tensor, apply, detect_anomaly, grad, no_grad
 from pyops.backend import location
 from pyops.params import generator, key
 from pyops.plan import Plan
@@ -1136,3 +1137,91 @@ def test_backward_by_hand_without_any_gradient_returns_none():
     model = Square()
     _, ctx = model.forward_arrays(put(np.ones((2, 2), np.float32)))
     assert model.backward(None, ctx) is None
+
+
+# ---- ops that are kept between calls ---------------------------------------------------------------------------------
+
+def squares(y, weight, weight_first):
+    """A loss that uses the weight of a layer a second time, before or after the layer's result."""
+    terms = (y * y).sum(), (weight * weight).sum()
+    return terms[1] + terms[0] if weight_first else terms[0] + terms[1]
+
+
+def plain_gradients(layer, x, weight_first):
+    """Return the gradients of squares() for leaves that belong to no module."""
+    weight, bias = (Tensor(p.numpy(), requires_grad=True) for p in (layer.weight, layer.bias))
+    y = F.linear(F.linear(x, weight, bias), weight, bias)
+    squares(y, weight, weight_first).backward()
+    return weight.grad.numpy(), bias.grad.numpy()
+
+
+@pytest.mark.parametrize('weight_first', [False, True])
+@pytest.mark.parametrize('how', ['backward', 'create_graph', 'grad', 'twice', 'hook', 'frozen bias', 'anomaly'])
+def test_parameters_of_a_layer_get_the_gradients_of_plain_leaves(how, weight_first):
+    layer, x = nn.Linear(3, 3), Tensor(normal(4, 3))
+    layer(x)                                                    # keeps the op
+    dweight, dbias = plain_gradients(layer, x, weight_first)
+    if how == 'frozen bias':
+        layer.bias.requires_grad_(False)
+        dbias = np.zeros_like(dbias)
+    if how == 'hook':
+        layer.weight.register_hook(lambda gradient: gradient * 3)
+        dweight = 3 * dweight
+    loss = squares(layer(layer(x)), layer.weight, weight_first)
+    if how == 'grad':
+        found = [g.numpy() for g in grad(loss, [layer.weight, layer.bias])]
+        assert not layer.weight.grad.numpy().any() and not layer.bias.grad.numpy().any()
+    else:
+        with detect_anomaly(how == 'anomaly'):
+            loss.backward(create_graph=how == 'create_graph', retain_graph=how == 'twice' or None)
+            if how == 'twice':
+                loss.backward()
+                dweight, dbias = 2 * dweight, 2 * dbias
+        found = [get(p.flat_parameter().grad) for p in (layer.weight, layer.bias)]
+    for got, expected in zip(found, (dweight, dbias), strict=True):
+        close(got, expected)
+
+
+def test_the_op_of_a_layer_is_kept_until_a_setting_or_a_parameter_changes():
+    layer, x = nn.LayerNorm(4), Tensor(normal(3, 4))
+
+    def kept():
+        y = layer(x)
+        close(y.numpy(), ops.LayerNorm.reference(x.numpy(), layer.weight.numpy(), layer.bias.numpy(), layer.eps))
+        return layer.weight.calls[ops.LayerNorm]
+    first = kept()
+    assert kept() is first
+    layer.eps = 1.0
+    second = kept()
+    assert second is not first and kept() is second
+    layer.bias = normal(4)                                      # copied into the same memory
+    assert kept() is second
+    layer.bias = nn.Parameter(normal(4))
+    assert kept() is not second
+
+
+def test_a_setting_of_an_equal_number_of_another_type_makes_another_op():
+    weight = nn.Parameter(normal(5, 4))
+    for padding_idx in 1, True, 1.0:
+        apply(ops.Embedding, Tensor(IDS[:1, :1]), weight=weight, padding_idx=padding_idx)
+        assert type(weight.calls[ops.Embedding].settings['padding_idx']) is type(padding_idx)
+
+
+def test_a_layer_goes_with_its_last_reference_after_a_step():
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        model(Tensor(normal(2, 3))).sum().backward()
+        watched = [weakref.ref(p) for p in model.parameters()]
+        del model
+        assert [watch() for watch in watched] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_two_tensors_over_the_same_memory_have_gradients_of_their_own():
+    x = Tensor(normal(2, 3), requires_grad=True)
+    y = apply(ops.Residual(), x, x.detach())
+    first, = grad(y.sum(), x)
+    assert (y.numpy() == 2 * x.numpy()).all() and (first.numpy() == 1).all()
