@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pyops import backend
-from pyops.backend import library
+from pyops.backend import library, state
 from pyops.backend.kernels import Kernel, declare
 from pyops.params import Parameters
 from pyops.schedules import (  # noqa: F401  names of this module
@@ -48,15 +48,17 @@ class Group:
         self.has_own_rate = False                       # whether the group was given an lr: recorded schedules leave it alone
 
     def __getitem__(self, name: str) -> Any:
+        if name in self._own:
+            return self._own[name]
+        if name in self._optimizer.settings:
+            return getattr(self._optimizer, name)
         if name == 'params':
             return self.tensors
         if name == 'lr':
             return _number(self.rate)
         if name == 'betas':
             return self['beta1'], self['beta2']
-        if name not in self._optimizer.settings:
-            raise KeyError(name)
-        return self._own[name] if name in self._own else getattr(self._optimizer, name)
+        raise KeyError(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == 'betas':
@@ -152,6 +154,7 @@ class Optimizer:
         self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
 
     _pending: Sequence[dict[str, Any]] = ()
+    _recorded: tuple[Any, Any, Any] | None = None       # key, Calls of a step, the arrays that they use; see _record
 
     def _apply_groups(self) -> None:
         """Set the settings of the parameter groups; a subclass calls it at the end of __init__."""
@@ -193,6 +196,18 @@ class Optimizer:
             if not tensor.requires_grad:
                 raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off later; '
                                    'create a new optimizer')
+        key = self._key()
+        if key is None:
+            self._launch()
+        elif self._recorded is None or self._recorded[0] != key:
+            self._record(key)
+        else:
+            self._recorded[1].run()
+        for tensor in self._tensors:
+            tensor.array.buffer.version += 1            # backward detects that saved values have changed
+
+    def _launch(self) -> None:
+        """Launch the kernels of a step."""
         ready = [(unit, group, moments) for (unit, moments), group in zip(self._units, self._groups, strict=True)
                  if unit.grads is not None]
         shares = None if self.params is None else self.params.shares
@@ -210,8 +225,40 @@ class Optimizer:
             shares.gather(self.params.values)
         if self.average is not None and self.params is not None:
             backend.launch('ema', self.average, self.params.values, self.count, self.average.size, self.decay)
-        for tensor in self._tensors:
-            tensor.array.buffer.version += 1            # backward detects that saved values have changed
+
+    def _key(self) -> Any:
+        """Return everything that the arguments of the kernels of a step depend on, for a step that _record may record: of an
+        optimizer of this module, over flat buffers in host memory, without intermediate results.  Else None."""
+        shares = None if self.params is None else self.params.shares        # ranks exchange numbers between the launches
+        if shares or type(self) not in _WITHOUT_TEMPORARIES or state.on_launch or not backend.current_device().is_host:
+            return None
+        key: list[Any] = [self.max_norm, self.decay, id(self.average), id(self.count), id(self.norm)]
+        for (unit, moments), group in zip(self._units, self._groups, strict=True):
+            if type(unit) is not Parameters or type(unit.values) is not np.ndarray:
+                return None
+            key += [id(unit.values), id(unit.grads), id(unit.touched), id(group.rate), *map(id, moments)]
+            key += [group[name] for name in self.settings]
+        return key
+
+    def _record(self, key: Any) -> None:
+        """Launch the kernels of a step and keep the calls.  Later steps with the same arrays and settings replay them: for a
+        small model the Python code of the launches takes longer than the kernels."""
+        launches: list[Any] = []
+
+        def listen(name: str, values: Any) -> bool:
+            launches.append((name, values))
+            return True
+        with backend.hooks(listen=listen):
+            self._launch()
+
+        def argument(value: Any) -> Any:
+            return 0 if value is None else backend.location(value) if backend.is_array(value) else value
+        calls = backend.HOST.calls([(name, list(map(argument, values))) for name, values in launches])
+        self._recorded = key, calls, launches
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Support copy and pickle: recorded calls refer to this optimizer's memory."""
+        return vars(self) | {'_recorded': None}
 
     def _find_norm(self, units: Sequence[Any]) -> None:
         """Compute the global norm."""
@@ -522,6 +569,10 @@ class SGD(Optimizer):
         backend.launch('sgd', values, velocity if group['momentum'] else None, unit.grads, norm, self.count, group.rate,
                        values.size, self.max_norm or 1.0, group['momentum'], group['dampening'], group['weight_decay'],
                        group['nesterov'])
+
+
+# optimizers whose steps allocate nothing: the arguments of their kernels are the same in every step
+_WITHOUT_TEMPORARIES = Adam, AdamW, SGD
 
 
 class _Alone:

@@ -1,4 +1,6 @@
 """Muon, compared with numpy in float64 and with PyTorch; averages of parameters; in plans, and resumed."""
+import copy
+
 import numpy as np
 import pytest
 from places import get, launch, of_threads, put
@@ -378,6 +380,41 @@ def test_parameter_groups_have_settings_of_their_own(torch, name):
         optimizer.param_groups[0]['lr'] = 0.02
         optimizer.param_groups[1]['weight_decay'] = 0.3
     train(torch, ours, theirs, mine, twins)
+
+
+@pytest.mark.parametrize('max_norm', [None, 0.5])
+@pytest.mark.parametrize('name', OPTIMISERS)
+def test_replayed_steps_of_an_optimiser_have_the_bits_of_launched_ones(name, max_norm):
+    """A hook that only listens makes an optimiser launch its kernels.  Settings change between the steps."""
+    kind, settings, _ = OPTIMISERS[name]
+    models = [nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)) for _ in range(2)]
+    replayed, launched = (kind(model.parameters(), max_norm=max_norm, **settings) for model in models)
+    rng, kernels = np.random.default_rng(0), []
+    changes = {3: dict(lr=0.02), 5: dict(weight_decay=0.1), 7: {'beta1' if name != 'sgd' else 'momentum': 0.5}}
+    for step in range(10):
+        for optimizer in replayed, launched:
+            for setting, value in changes.get(step, {}).items():
+                optimizer.param_groups[0][setting] = value
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            gradient = rng.standard_normal(parameters[0].shape)
+            for parameter in parameters:
+                parameter.grad = gradient
+        replayed.step()
+        with backend.hooks(listen=lambda kernel, values: kernels.append(kernel) or True):
+            launched.step()
+        for mine, other in zip(*(model.parameters() for model in models), strict=True):
+            assert (mine.numpy() == other.numpy()).all()
+    assert launched._recorded is None and kernels.count('increment') == 10
+    assert (replayed._recorded is None) == (not backend.current_device().is_host)
+
+
+def test_an_optimiser_that_has_recorded_a_step_can_be_copied():
+    optimizer = optim.SGD(nn.Linear(2, 3).parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.step()
+    twin = copy.copy(optimizer)
+    twin.step()
+    assert int(get(twin.count)[0]) == 3
 
 
 @pytest.mark.parametrize('name', OPTIMISERS)
