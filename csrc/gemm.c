@@ -163,6 +163,10 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M, int64_t N,
                                     int64_t K, int flags) {
     const pyops_kernels *k = pyops_active();
+    /* A single column is computed as a row, which reads a unpacked: packing all of it costs more than using it once. */
+    if (N == 1 && ldc == 1 && !bias && M > PYOPS_FEW_ROWS && !k->micro.is_bf16)
+        return pyops_product_threaded(c, M, (pyops_view){b.p, b.col, b.row}, (pyops_view){a.p, a.col, a.row}, NULL, 1, M, K,
+                                      flags);
     /* by its multiply-adds or, with few rows, by the size of b */
     const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= PYOPS_FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);
     const int64_t threads = is_large ? omp_get_max_threads() : 1;

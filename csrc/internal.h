@@ -67,6 +67,9 @@ typedef struct {
     ROW(float,  sum_exp,      (const float *x, float shift, int64_t n)) \
     ROW(float,  exp_sum,      (float *y, const float *x, float shift, int64_t n)) \
     ROW(void,   narrow_softmax, (float *max, float *sum, float *log_sum, const float *x, int64_t R, int64_t C)) \
+    /* y = e^(x - max), 0 below e^-87; returns the sum.  log: only the sum */ \
+    ROW(float,  softmax_exps, (float *y, const float *x, float max, int64_t n, int log)) \
+    ROW(void,   softmax_logs, (float *y, const float *x, float max, float log_total, int64_t n)) \
     ROW(void,   scaled_exp,   (float *y, const float *x, float shift, float scale, int64_t n)) \
     ROW(void,   dropout,      (float *y, const float *x, int64_t first_group, int64_t n, uint64_t step, \
                                uint64_t key, uint32_t threshold, float scale)) \

@@ -42,18 +42,53 @@ static void softmax_gathered(const pyops_kernels *k, const softmax_call *s, int6
         for (int64_t j = 0; j < s->n; j++) s->to[at[c] + j * s->inner] = a[j * LANES + c];
 }
 
+/* Softmax of rows so long that threads share each of them.  The parts of a row, and so the bits, depend on n alone. */
+enum { LONG = 262144, PART = 32768, MOST_PARTS = 1024 };
+
+static void softmax_long_rows(const pyops_kernels *k, const softmax_call *s) {
+    const int64_t n = s->n, size = pyops_max(PART, pyops_round_up((n + MOST_PARTS - 1) / MOST_PARTS, LANES)), parts = n / size;
+    float found[MOST_PARTS];
+    for (int64_t r = 0; r < s->outer; r++) {
+        const float *const x = s->x + r * n;
+        float *const y = s->to + r * n;
+        float max = -INFINITY;
+        double total = 0.0;
+#define EACH_PART(statement) \
+        _Pragma("omp parallel for schedule(static)") \
+        for (int64_t p = 0; p < parts; p++) { \
+            const int64_t at = p * size, length = p + 1 < parts ? size : n - at; \
+            statement; \
+        }
+        EACH_PART(found[p] = k->max(x + at, length))
+        for (int64_t p = 0; p < parts; p++)
+            if (found[p] > max || found[p] != found[p]) max = found[p];     /* a NaN stays: nothing is larger */
+        EACH_PART(found[p] = k->softmax_exps(y + at, x + at, max, length, s->log))
+        for (int64_t p = 0; p < parts; p++) total += found[p];
+        const float log_total = (float)log(total), share = (float)(1.0 / total);
+        EACH_PART(if (s->log) k->softmax_logs(y + at, x + at, max, log_total, length);
+                  else k->scale(y + at, y + at, share, length))
+#undef EACH_PART
+    }
+}
+
 static void softmax_along(const softmax_call *s) {
-    enum { ROWS = 64, COLUMNS = PYOPS_SOFTMAX_COLUMNS };
+    enum { ROWS = 64, ROW_FLOATS = 16384, COLUMNS = PYOPS_SOFTMAX_COLUMNS };
     const pyops_kernels *k = pyops_active();
     const int64_t sums = s->outer * s->inner, n = s->n;
     const int is_row = s->inner == 1 && n >= LANES, is_gathered = !is_row && s->inner < LANES && n <= GATHER_MOST;
-    const int64_t blocks = (s->inner + COLUMNS - 1) / COLUMNS, each = is_row ? ROWS : LANES;
+    if (is_row && n >= LONG && !s->y) {
+        softmax_long_rows(k, s);
+        return;
+    }
+    /* rows of a unit of work: fewer if they are long, so that there is a unit for each thread */
+    const int64_t rows_each = n ? pyops_max(1, pyops_min(ROWS, ROW_FLOATS / n)) : ROWS;
+    const int64_t blocks = (s->inner + COLUMNS - 1) / COLUMNS, each = is_row ? rows_each : LANES;
     const int64_t units = is_row || is_gathered ? (sums + each - 1) / each : s->outer * blocks;
     if (!sums || !n) return;
     #pragma omp parallel for schedule(static) if (sums * n > PYOPS_SHARE_EXPS)
     for (int64_t u = 0; u < units; u++) {
         if (is_row) {
-            const int64_t at = u * ROWS * n, rows = pyops_min(ROWS, sums - u * ROWS);
+            const int64_t at = u * each * n, rows = pyops_min(each, sums - u * each);
             if (s->y) k->softmax_rows_back(s->to + at, s->x + at, s->y + at, rows, n, s->log);
             else k->softmax_rows(s->to + at, s->x + at, rows, n, s->log);
         } else if (is_gathered) {

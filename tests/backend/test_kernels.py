@@ -145,6 +145,26 @@ def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K, turned, pre
     assert all((c == results[0]).all() for c in results)
 
 
+@of_threads
+@pytest.mark.parametrize('order', 'CF')
+@pytest.mark.parametrize('M,K', [(9, 40), (33, 700), (5000, 519)])
+def test_a_product_with_a_vector_has_the_bits_of_a_column_for_any_number_of_threads(M, K, order):
+    rng = np.random.default_rng(5)
+    a, b = rng.standard_normal((M, K)).astype(np.float32, order), rng.standard_normal((K, 40)).astype(np.float32)
+    before = backend.threads()
+    try:
+        for accumulate, relu in itertools.product((0, 1), (0, 1)):
+            columns = np.ones((M, 40), np.float32)
+            gemm(columns, a, b, None, accumulate, relu)
+            for threads in (1, 2, 3):
+                backend.set_threads(threads)
+                c = np.ones((M, 1), np.float32)
+                gemm(c, a, np.ascontiguousarray(b[:, 7:8]), None, accumulate, relu)
+                assert np.array_equal(c, columns[:, 7:8]), (threads, accumulate, relu)
+    finally:
+        backend.set_threads(before)
+
+
 @on_the_cpu                     # a GPU may divide K according to the number of rows
 @pytest.mark.parametrize('N', (1, 3, 8, 16, 19, 64, 77))
 @pytest.mark.parametrize('K', (1, 3, 16, 37, 256, 600))
@@ -342,7 +362,8 @@ def test_linear_argmax_has_the_same_words_on_any_number_of_threads():
 
 
 SOFTMAX_SHAPES = ((1, 1, 1), (7, 3, 1), (5, 16, 1), (3, 31, 1), (70, 33, 1), (2, 1001, 1), (4, 5, 3), (1, 512, 2), (1, 513, 3),
-                  (3, 600, 15), (2, 9, 16), (2, 4, 40), (3, 5, 64), (1, 7, 200), (2, 0, 3), (0, 4, 5))     # outer, n, inner
+                  (3, 600, 15), (2, 9, 16), (2, 4, 40), (3, 5, 64), (1, 7, 200), (2, 0, 3), (0, 4, 5),
+                  (1, 300_001, 1))              # outer, n, inner
 
 
 def softmax(x, dy, log):
@@ -372,7 +393,7 @@ def test_softmax_along_an_axis_and_its_gradient(shape, log):
         assert (np.abs(got - want) <= 3e-6 * (1 + np.abs(want) + log * np.abs(dy).sum(1, keepdims=True))).all()
 
 
-@pytest.mark.parametrize('shape', [(2, 40, 1), (3, 4, 1), (2, 5, 3), (2, 5, 32)], ids=str)
+@pytest.mark.parametrize('shape', [(2, 40, 1), (3, 4, 1), (2, 5, 3), (2, 5, 32), (2, 300_000, 1)], ids=str)
 def test_softmax_of_masked_elements_is_0_and_of_a_nan_or_infinity_nan(shape):
     x, dy = np.random.default_rng(1).standard_normal(shape).astype('f'), np.ones(shape, 'f')
     masked = x.copy()
@@ -393,7 +414,8 @@ def test_softmax_of_masked_elements_is_0_and_of_a_nan_or_infinity_nan(shape):
 def test_softmax_has_the_same_bits_for_any_number_of_threads():
     rng, before, found = np.random.default_rng(2), backend.threads(), {}
     cases = [(rng.standard_normal(shape).astype('f'), rng.standard_normal(shape).astype('f'), log)
-             for shape in ((3001, 33, 1), (30011, 3, 1), (4001, 7, 5), (301, 9, 100)) for log in (0, 1)]
+             for shape in ((3001, 33, 1), (30011, 3, 1), (4001, 7, 5), (301, 9, 100), (5, 40_000, 1), (1, 300_001, 1))
+             for log in (0, 1)]
     try:
         for threads in (1, 2, 3, 8):
             backend.set_threads(threads)
