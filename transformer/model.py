@@ -450,6 +450,14 @@ def feed_forward(params, prefix, config):
                                   activation=config.activation)
 
 
+class Inputs(NamedTuple):
+    """The arguments of a block's forward(), kept instead of its ctx, which backward computes again."""
+    arguments: tuple
+
+    def context(self, block):
+        return block.forward(*self.arguments)[1]
+
+
 class Stack:
     """An encoder or decoder: embedding plus positions, then blocks.  With pre_norm the first layer norm follows the embedding,
     and the last sublayer computes the final layer norm.
@@ -465,21 +473,29 @@ class Stack:
                        for layer, following in enumerate([*first[1:], side])]
         self.norm = LayerNorm(*norm_of(params, first[0])) if config.pre_norm else None
 
-    def forward(self, sequences, *seen, step=None):
+    def forward(self, sequences, *seen, step=None, recompute=False):
         """Return (N, D) and ctx.  sequences: Sequences of N tokens;  seen: arguments of the blocks' forward() between rows and
-        step."""
+        step;  recompute: keep only the inputs of each block."""
         x, c = self.enter(sequences.ids, step, positions=sequences.positions)
         ctx = [c]
         for block in self.blocks:
-            x, c = block.forward(x, sequences.rows, *seen, step)
-            ctx.append(c)
+            arguments = x, sequences.rows, *seen, step
+            if recompute:
+                x = block.forward(*arguments)[0]        # the plan reuses the memory of the ctx for the next block
+                ctx.append(Inputs(arguments))
+            else:
+                x, c = block.forward(*arguments)
+                ctx.append(c)
         return self.leave(x), ctx
 
     def backward(self, dx, ctx, *dseen):
         """Add the gradients of all parameters.  Overwrites dx.  dseen: arguments of the blocks' backward()."""
         dx = Sum(None, dx) if self.norm else dx
         for block in reversed(self.blocks):
-            dx = block.backward(dx, ctx.pop(), *dseen)
+            saved = ctx.pop()
+            if isinstance(saved, Inputs):
+                saved = saved.context(block)
+            dx = block.backward(dx, saved, *dseen)
         c1, c2 = ctx.pop()
         self.embedding.backward(self.norm.backward(dx.n, c2, into=dx.x) if self.norm else dx, c1)
 
@@ -514,10 +530,11 @@ class Transformer:
     batch: a pyops.text.pairs.Batch
     dloss (1,) is the gradient of the loss, None for 1.  With it forward() already adds the gradients of the output layer: zero
     params.grads before it, and call backward() once for each forward().
+    recompute: backward() computes the activations of each block again instead of keeping them: less memory, the same bits
     """
 
-    def __init__(self, config, seed=0):
-        self.config = config
+    def __init__(self, config, seed=0, recompute=False):
+        self.config, self.recompute = config, recompute
         self.params = p = Parameters(parameter_specs(config), seed)
         self.positions = Positions(config.d_model, config.positions, config.d_model ** 0.5, halves=config.halves)
         self.encoder = Stack(p, 'encoder', EncoderBlock, config.layers, self.positions, config)
@@ -531,8 +548,9 @@ class Transformer:
         gradients=False: evaluation only, backward() is not allowed."""
         self.params.round()
         dloss    = self.one if dloss is None else dloss
-        m,    c1 = self.encoder.forward(batch.source, step=step)                            # (N, D)
-        h,    c2 = self.decoder.forward(batch.target, m, batch.source.rows, step=step)      # (M, D)
+        again    = self.recompute and gradients
+        m,    c1 = self.encoder.forward(batch.source, step=step, recompute=again)           # (N, D)
+        h,    c2 = self.decoder.forward(batch.target, m, batch.source.rows, step=step, recompute=again)     # (M, D)
         loss, c3 = self.output.forward(h, batch.labels, gradients, dloss=dloss)             # (1,)
         return loss, [c1, m, c2, dloss, c3]
 

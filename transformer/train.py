@@ -43,12 +43,17 @@ def parser():
                        help='apply layer norm before each sublayer instead of after its sum (default: after)')
     model.add_argument('--tied', action=BooleanOptionalAction,
                        help='use one matrix for both embeddings and the output layer (default: three)')
+    model.add_argument('--recompute', action='store_true',
+                       help='compute the activations of each block again in the backward pass instead of keeping them: less '
+                       'memory, more time, same numbers')
     return p
 
 
 def main(argv=None):
     args = flags.parse_training(parser(), argv, RECIPES)
     wanted = saving_flags.wanted(args)
+    if wanted and args.recompute:
+        raise UserError('--recompute: computes each layer twice, so tensors cannot be saved; leave it out')
     use_device(args)
     use_ranks(args)
     from pyops.text import serving, training  # here, since --help needs no library
@@ -82,7 +87,7 @@ def main(argv=None):
     select_storage(args, settings['quant'])
     fit.check_model_memory(parameter_specs(config), '--d-model, --d-ff or --layers',
                            distributed.size() if args.shard_optimizer else 1)
-    model = Transformer(config, settings['seed'])
+    model = Transformer(config, settings['seed'], recompute=args.recompute)
     if args.shard_optimizer:
         distributed.shard(model.params)
     optimizer = training.adam(model, settings)

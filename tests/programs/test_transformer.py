@@ -339,6 +339,43 @@ def test_a_replayed_step_equals_an_eager_one_bit_for_bit(pre_norm):
     assert models[0].params.values.tobytes() == models[1].params.values.tobytes()
 
 
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_recomputed_activations_have_the_same_bits_in_less_memory(pre_norm):
+    """Also without a plan; the dropout masks are the same."""
+    _, vocabularies, pairs = small_corpus(100)
+    config = Config(*map(len, vocabularies), d_model=32, d_ff=128, layers=4, pre_norm=pre_norm, dropout=0.3)
+    models = [Transformer(config), *(Transformer(config, recompute=True) for _ in range(2))]
+    optimizers = [Adam(model.params, 0.003, max_norm=1.0) for model in models]
+
+    def make_step(model, optimizer):
+        def step(rows, *sizes):
+            model.params.zero_grads()
+            loss, ctx = model.forward(pairs.batch(rows, *sizes), step=optimizer.count)
+            plan.boundary()
+            model.backward(ctx)
+            optimizer.step()
+            return loss
+        return step
+    steps = [make_step(*pair) for pair in zip(models, optimizers, strict=True)]
+    kept, recomputed = (SizedSteps(step, pairs.sizes, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+                        for step, model, optimizer in zip(steps[:2], models[:2], optimizers[:2], strict=True))
+    rng = np.random.default_rng(0)
+    for size in (32, 17, 32):
+        rows = rng.integers(0, 100, size)
+        losses = kept(rows)[0], recomputed(rows)[0], steps[2](rows, *pairs.sizes(rows))[0]
+        assert losses[0] == losses[1] == losses[2]
+    assert len({model.params.values.tobytes() for model in models}) == 1
+    memory = [planned.plan(rows).memory().intermediates for planned in (kept, recomputed)]
+    assert memory[1] < 0.6 * memory[0], memory
+
+
+def test_an_evaluation_keeps_nothing_to_recompute():
+    _, vocabularies, pairs = small_corpus(20)
+    model = Transformer(Config(*map(len, vocabularies), **SMALL), recompute=True)
+    _, ctx = model.forward(pairs.batch_of(np.arange(8)), gradients=False)
+    assert not any(isinstance(c, module.Inputs) for part in (ctx[0], ctx[2]) for c in part)
+
+
 # ---- one product for q, k and v, and one for k and v of another sequence -----------------------------------
 
 def transformers(monkeypatch, config, seed=0):
@@ -430,9 +467,10 @@ def test_the_number_of_threads_and_the_plan_change_no_bit(tmp_path):
         for threads in ('1', '3'):
             train.main(['-e', '2', '-c', str(tmp_path / threads), '--threads', threads, *TINY])
         train.main(['-e', '2', '-c', str(tmp_path / 'eager'), '--no-plan', *TINY])
+        train.main(['-e', '2', '-c', str(tmp_path / 'recomputed'), '--recompute', *TINY])
     finally:
         backend.set_threads(before)
-    for other in ('3', 'eager'):
+    for other in ('3', 'eager', 'recomputed'):
         assert_same_training(newest(tmp_path / '1'), newest(tmp_path / other))
 
 
@@ -455,6 +493,7 @@ def test_what_was_learned_is_translated(tmp_path, capsys):
     ('--num-steps 11 --positions 10',
      '--num-steps 11: expected at most --positions 10: lower --num-steps or raise --positions'),
     ('--activation swish', '--activation swish: expected one of relu, silu, gelu'),
+    ('--recompute --save-tensors dump', '--recompute: computes each layer twice, so tensors cannot be saved; leave it out'),
     ('--pairs 50', 'embedded: has 45 pairs to train on, and a batch is 128; give a smaller -b')])
 def test_sizes_that_do_not_go_together_are_refused(tmp_path, monkeypatch, arguments, want):
     monkeypatch.chdir(tmp_path)
