@@ -1,4 +1,5 @@
-/* Products in int8 with AVX-VNNI, compiled with -mavx2 -mfma -mavxvnni (see Makefile).  All other kernels are those of AVX2. */
+/* Products in int8 with AVX-VNNI, compiled with -mavx2 -mfma -mavxvnni (see Makefile).  The AVX2 table supplies all other
+ * kernels. */
 #include "../internal.h"
 #if defined __AVXVNNI__
 #define VL 8

@@ -1,5 +1,5 @@
-/* Products in int8 with AVX512_VNNI, compiled with -mavx512vnni -mavx512bw (see Makefile).  All other kernels are those of
- * AVX-512. */
+/* Products in int8 with AVX512_VNNI, compiled with -mavx512vnni -mavx512bw (see Makefile).  The AVX-512 table supplies all
+ * other kernels. */
 #include "../internal.h"
 #if (defined __x86_64__ || defined __i386__) && !PYOPS_LOWERED
 #define VL 16

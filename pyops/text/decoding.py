@@ -78,11 +78,11 @@ def _kept(is_open):
 
 
 class _PlansBySize:
-    """The plans of the sizes of sources: numbers of sentences and tokens.   record(source) returns the plans of a size
+    """Plans for each size of a source: its numbers of sentences and tokens.   record(source) returns the plans of a size
 
-    A size is recorded when it comes for the second time.  Plans hold the memory of all their steps, so those of the latest
-    sizes are kept, for sources of TOKENS tokens in all.  A source of more than LARGEST tokens has no plans on the CPU, and one
-    of more than TOKENS none at all: with so many rows they save little, and recording them takes longer than a search.
+    A size is recorded the second time it occurs.  Plans hold the memory of all their steps, so only the most recent sizes are
+    cached, TOKENS tokens in all.  Sources of more than TOKENS tokens, on the CPU of more than LARGEST, are decoded without
+    plans: with so many rows a plan saves little, and recording it takes longer than the search.
     """
     TOKENS, LARGEST = 512, 128
 
