@@ -225,8 +225,8 @@ class TransformerEncoderLayer(_TransformerLayer):
 class TransformerDecoderLayer(_TransformerLayer):
     """Self-attention, attention to `memory` (S, B, d_model), the encoder's output, and feed-forward;  tgt (T, B, d_model).
 
-    tgt_mask, tgt_key_padding_mask, tgt_is_causal, lengths restrict the self-attention, those of the memory the attention to it,
-    as in MultiheadAttention.
+    tgt_mask, tgt_key_padding_mask, tgt_is_causal and lengths restrict the self-attention; the arguments that begin with memory_
+    restrict the attention to the memory.  All are as in MultiheadAttention.
     """
     NORMS = 3
 
