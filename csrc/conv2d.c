@@ -11,6 +11,8 @@
  * (i, j) of phase (p, r) is x[i s + p, j t + r].  A tap then reads adjacent elements of one phase, as with stride 1.
  * backward_x does the reverse: a phase of dx is a convolution of dy with stride 1 and some of the taps.
  *
+ * Filters of 3 x 3 on many channels take 16 products of tiles instead (kernels/winograd.inc).
+ *
  * Threads share blocks of columns and, for dweight, parts of the batch; the parts depend on the sizes alone.
  */
 #include <omp.h>
@@ -207,11 +209,98 @@ static pyops_status correlate(const char *who, planes dst, const float *filters,
         : PYOPS_OK;
 }
 
+/* ---- Winograd's algorithm: 16 multiplications for 2 x 2 results of a 3 x 3 filter instead of 36 -------------------------- */
+enum { TILES = 64, WINOGRAD_CHANNELS = 16 };            /* columns of a block; fewer channels do not repay the transforms */
+
+/* Whether M filters of C channels on rows of W results are computed so: most lanes of a vector of tiles must be used. */
+static int has_tiles(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W) {
+    const int64_t tiles = ceil_div(W, 2);
+    return s->kh == 3 && s->kw == 3 && s->stride_h == 1 && s->stride_w == 1 && s->dilation_h == 1 && s->dilation_w == 1 &&
+        s->groups == 1 && pyops_min(M, C) >= WINOGRAD_CHANNELS && 4 * tiles >= 3 * pyops_round_up(tiles, PYOPS_LANES);
+}
+static int64_t tile_filters_size(int64_t M, int64_t C) { return 16 * M * C; }
+
+/* The tiles of images (N,C,H,W) for results (rows,cols), of which the first starts at (top,left). */
+static pyops_tiles tiles_of(const float *source, int64_t N, int64_t C, int64_t H, int64_t W, int64_t top, int64_t left,
+                            int64_t rows, int64_t cols) {
+    return (pyops_tiles){.source = source, .size = N * C * H * W, .image = C * H * W, .channel = H * W, .H = H, .W = W,
+                         .top = top, .left = left, .rows = ceil_div(rows, 2),
+                         .lanes = pyops_round_up(ceil_div(cols, 2), PYOPS_LANES)};
+}
+
+/* G g G' of a filter, to 16 places that are ld apart.  step: 1, or -1 for a filter turned by half a turn, with g at its end. */
+static void transform_filter(float *to, int64_t ld, const float *g, int64_t step) {
+    float rows[4][3];
+    for (int b = 0; b < 3; b++, g += step) {
+        const float g_0 = g[0], g_1 = g[3 * step], g_2 = g[6 * step];
+        rows[0][b] = g_0;
+        rows[1][b] = 0.5f * (g_0 + g_1 + g_2);
+        rows[2][b] = 0.5f * (g_0 - g_1 + g_2);
+        rows[3][b] = g_2;
+    }
+    for (int a = 0; a < 4; a++) {
+        const float *const r = rows[a];
+        to[(4 * a) * ld] = r[0];
+        to[(4 * a + 1) * ld] = 0.5f * (r[0] + r[1] + r[2]);
+        to[(4 * a + 2) * ld] = 0.5f * (r[0] - r[1] + r[2]);
+        to[(4 * a + 3) * ld] = r[2];
+    }
+}
+
+/* dweight[0..9) += G' u G, for 16 elements u that are ld apart. */
+static void add_filter(float *dweight, const float *u, int64_t ld) {
+    float rows[3][4];
+    for (int j = 0; j < 4; j++, u += ld) {
+        const float sum = 0.5f * (u[4 * ld] + u[8 * ld]);
+        rows[0][j] = u[0] + sum;
+        rows[1][j] = 0.5f * (u[4 * ld] - u[8 * ld]);
+        rows[2][j] = sum + u[12 * ld];
+    }
+    for (int i = 0; i < 3; i++) {
+        const float *const r = rows[i], sum = 0.5f * (r[1] + r[2]);
+        dweight[3 * i] += r[0] + sum;
+        dweight[3 * i + 1] += 0.5f * (r[1] - r[2]);
+        dweight[3 * i + 2] += sum + r[3];
+    }
+}
+
+/* The rows of tiles in a block. */
+static int64_t block_rows(const pyops_tiles *t) { return pyops_max(1, TILES / t->lanes); }
+
+/* dst[n] (M, H, W) = the images of t (C channels) times filters, 16 matrices (M,C), plus bias. */
+static pyops_status correlate_tiles(const char *who, planes dst, int64_t H, int64_t W, const float *filters, const float *bias,
+                                    pyops_tiles t, int64_t N, int64_t M, int64_t C) {
+    const pyops_kernels *k = pyops_active();
+    const int64_t n = block_rows(&t), most = pyops_round_up(n * t.lanes, k->NR), all = N * t.rows;
+    /* a cache line more, since strides of a power of 2 would map all 16 matrices to one set of L1 */
+    const int64_t ld_x = C * most + PYOPS_LANES, ld_y = M * most + PYOPS_LANES;
+    const size_t floats = pyops_product_scratch(k) + (size_t)(16 * (ld_x + ld_y));
+    int failed = 0;
+    #pragma omp parallel for schedule(dynamic) if (16 * all * t.lanes * M * C > PYOPS_SHARE_FMAS)
+    for (int64_t q = 0; q < all; q += n) {
+        const int64_t rows = pyops_min(n, all - q), columns = rows * t.lanes;
+        float *const scratch = pyops_scratch_or_fail(floats, &failed);
+        if (!scratch) continue;
+        float *const x = scratch + pyops_product_scratch(k), *const y = x + 16 * ld_x;
+        for (int64_t c = 0; c < C; c += k->KC)
+            k->winograd_in(x + c * pyops_round_up(columns, k->NR), ld_x, k->NR, &t, c, pyops_min(k->KC, C - c), q, rows);
+        for (int64_t p = 0; p < 16; p++)
+            pyops_product_packed(k, y + p * ld_y, most, (pyops_view){filters + p * M * C, C, 1}, x + p * ld_x, NULL, M, columns,
+                                 C, 0, columns, 0, scratch);
+        k->winograd_out(dst.p, dst.image, dst.plane, H, W, y, ld_y, most, &t, bias, M, q, rows);
+    }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %zu floats per thread", who, floats) : PYOPS_OK;
+}
+
 /* ---- the parts of `work` ------------------------------------------------------------------------------------------------- */
 static int64_t taps_size(const pyops_conv2d *s) {
     return s->kh * s->kw * (int64_t)((sizeof(pyops_tap) + sizeof(filter_place)) / sizeof(float)) + 2;
 }
 static int64_t filters_size(const pyops_conv2d *s) { return s->O * (s->C / s->groups) * s->kh * s->kw; }
+/* The filters as the product for M results of C channels takes them, on rows of W results. */
+static int64_t factors_size(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W) {
+    return has_tiles(s, M, C, W) ? tile_filters_size(M, C) : filters_size(s);
+}
 
 /* The taps, aligned, at the start of work. */
 static pyops_tap *taps_in(float *work) { return (pyops_tap *)(((uintptr_t)work + 7) & ~(uintptr_t)7); }
@@ -220,7 +309,7 @@ static filter_place *places_in(float *work, const pyops_conv2d *s) { return (fil
 /* ---- forward ------------------------------------------------------------------------------------------------------------- */
 int64_t pyops_conv2d_forward_work(SIZES) {
     const pyops_conv2d s = SIZES_OF;
-    return taps_size(&s) + phases_size(&s) + filters_size(&s);
+    return taps_size(&s) + phases_size(&s) + factors_size(&s, O, C, Wo);
 }
 
 pyops_status pyops_conv2d_forward(float *y, const float *x, const float *weight, const float *bias, float *work, SIZES,
@@ -232,11 +321,17 @@ pyops_status pyops_conv2d_forward(float *y, const float *x, const float *weight,
     pyops_tap *const taps = taps_in(work);
     filter_place *const places = places_in(work, &s);
     float *const phases = work + taps_size(&s), *const filters = phases + phases_size(&s);
+    const planes to = {y, O * Ho * Wo, Ho * Wo};
+    if (has_tiles(&s, O, C, Wo) && !pyops_active()->micro.is_bf16) {
+        #pragma omp parallel for schedule(static) if (16 * O * C > PYOPS_SHARE_FLOATS)
+        for (int64_t i = 0; i < O * C; i++) transform_filter(filters + i, O * C, weight + 9 * i, 1);
+        const pyops_tiles t = tiles_of(x, N, C, H, W, -pad_h, -pad_w, Ho, Wo);
+        return correlate_tiles("conv2d_forward", to, Ho, Wo, filters, bias, t, N, O, C);
+    }
     const int64_t T = taps_of_x(taps, places, &s), all = kh * kw, Cg = C / groups;
     const pyops_windows w = windows_of_x(x, phases, taps, places, T, &s);
     for (int64_t i = 0; T < all && i < O * Cg; i++)
         for (int64_t t = 0; t < T; t++) filters[i * T + t] = weight[i * all + places[t].a * kw + places[t].b];
-    const planes to = {y, O * Ho * Wo, Ho * Wo};
     return correlate("conv2d_forward", to, T < all ? filters : weight, bias, &w, O / groups, Cg, groups);
 }
 
@@ -244,7 +339,7 @@ pyops_status pyops_conv2d_forward(float *y, const float *x, const float *weight,
 int64_t pyops_conv2d_backward_x_work(SIZES) {
     const pyops_conv2d s = SIZES_OF;
     const int64_t phase = is_strided(&s) ? N * C * ceil_div(H, stride_h) * ceil_div(W, stride_w) : 0;
-    return taps_size(&s) + filters_size(&s) + phase;
+    return taps_size(&s) + factors_size(&s, C, O, W) + phase;
 }
 
 pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *weight, float *work, SIZES, void *stream) {
@@ -256,6 +351,13 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
     filter_place *const places = places_in(work, &s);
     float *const filters = work + taps_size(&s), *const phase = filters + filters_size(&s);
     const int64_t Cg = C / groups, Og = O / groups, all = kh * kw;
+    if (!status && has_tiles(&s, C, O, W) && !pyops_active()->micro.is_bf16) {
+        #pragma omp parallel for schedule(static) if (16 * O * C > PYOPS_SHARE_FLOATS)
+        for (int64_t i = 0; i < C * O; i++) /* filters (C,O), turned by half a turn */
+            transform_filter(filters + i, C * O, weight + 9 * (i % O * C + i / O) + 8, -1);
+        const pyops_tiles t = tiles_of(dy, N, O, Ho, Wo, pad_h - 2, pad_w - 2, H, W);
+        return correlate_tiles("conv2d_backward_x", (planes){dx, C * H * W, H * W}, H, W, filters, NULL, t, N, C, O);
+    }
     for (int64_t top = 0; top < pyops_min(stride_h, H) && !status; top++)
         for (int64_t left = 0; left < pyops_min(stride_w, W) && !status; left++) {
             const int64_t T = taps_of_dy(taps, places, &s, top, left);
@@ -292,10 +394,16 @@ static int64_t parts_of(const pyops_conv2d *s) {
     const int64_t blocks = ceil_div(s->N * s->Ho * s->Wo, BLOCK);
     return pyops_max(1, pyops_min(pyops_min(PARTS, blocks), PARTIAL / filters_size(s)));
 }
+static int64_t tile_parts_of(const pyops_conv2d *s) {
+    const pyops_tiles t = tiles_of(NULL, s->N, s->C, s->H, s->W, 0, 0, s->Ho, s->Wo);
+    const int64_t blocks = ceil_div(s->N * t.rows, block_rows(&t));
+    return pyops_max(1, pyops_min(pyops_min(PARTS, blocks), PARTIAL / tile_filters_size(s->O, s->C)));
+}
 
 int64_t pyops_conv2d_backward_weight_work(SIZES) {
     const pyops_conv2d s = SIZES_OF;
-    return taps_size(&s) + phases_size(&s) + parts_of(&s) * filters_size(&s);
+    const int64_t tiles = has_tiles(&s, O, C, Wo) ? tile_parts_of(&s) * tile_filters_size(O, C) : 0;
+    return taps_size(&s) + phases_size(&s) + pyops_max(parts_of(&s) * filters_size(&s), tiles);
 }
 
 /* Rows of windows and of dy in scratch; not a multiple of 1024 bytes apart, which would map many rows to one set of L1. */
@@ -345,13 +453,67 @@ static void add_products(const pyops_kernels *k, float *partial, const pyops_win
     }
 }
 
+/* dweight by Winograd's algorithm: the gradients of the transformed filters are 16 products over all tiles,
+ * u (C,O) = tiles of x (C, tiles) x tiles of dy' (tiles, O), summed in parts of the batch. */
+static pyops_status add_tiles(float *dweight, const float *dy, const float *x, float *partial, const pyops_conv2d *s) {
+    const pyops_kernels *k = pyops_active();
+    const pyops_tiles t = tiles_of(x, s->N, s->C, s->H, s->W, -s->pad_h, -s->pad_w, s->Ho, s->Wo);
+    const pyops_tiles of_dy = tiles_of(dy, s->N, s->O, s->Ho, s->Wo, 0, 0, s->Ho, s->Wo);
+    const int64_t C = s->C, O = s->O, n = block_rows(&t), columns = n * t.lanes, all = s->N * t.rows, blocks = ceil_div(all, n);
+    const int64_t parts = tile_parts_of(s), size = tile_filters_size(O, C);
+    const int64_t ld_x = C * columns + PYOPS_LANES, ld_y = O * columns + PYOPS_LANES;
+    const size_t floats = pyops_product_scratch(k) + (size_t)(16 * (ld_x + ld_y) + pyops_packed_b_size(k, columns, O));
+    int failed = 0;
+    #pragma omp parallel for schedule(dynamic) if (all * t.lanes * size > PYOPS_SHARE_FMAS)
+    for (int64_t part = 0; part < parts; part++) {
+        float *const scratch = pyops_scratch_or_fail(floats, &failed), *const u = partial + part * size;
+        if (!scratch) continue;
+        float *const tiles = scratch + pyops_product_scratch(k), *const gradients = tiles + 16 * ld_x;
+        float *const packed = gradients + 16 * ld_y;
+        const int64_t first = part * blocks / parts, last = (part + 1) * blocks / parts;
+        for (int64_t b = first; b < last; b++) {
+            const int64_t rows = pyops_min(n, all - b * n), width = rows * t.lanes;
+            k->winograd_in(tiles, ld_x, columns, &t, 0, C, b * n, rows);
+            k->winograd_back(gradients, ld_y, columns, &of_dy, O, b * n, rows);
+            for (int64_t p = 0; p < 16; p++) {
+                pyops_pack_b(k, packed, (pyops_view){gradients + p * ld_y, 1, columns}, width, O, 0, O);
+                pyops_product_packed(k, u + p * C * O, O, (pyops_view){tiles + p * ld_x, columns, 1}, packed, NULL, C, O, width,
+                                     0, O, b > first ? PYOPS_ADD : 0, scratch);
+            }
+        }
+    }
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "conv2d_backward_weight: no memory for %zu floats per thread", floats);
+    #pragma omp parallel for schedule(static) if (parts * size > PYOPS_SHARE_FLOATS)
+    for (int64_t p = 0; p < 16; p++)
+        for (int64_t part = 1; part < parts; part++) k->add(partial + p * C * O, partial + part * size + p * C * O, C * O);
+    #pragma omp parallel for schedule(static) if (size > PYOPS_SHARE_FLOATS)
+    for (int64_t o = 0; o < O; o++)
+        for (int64_t c = 0; c < C; c++) add_filter(dweight + 9 * (o * C + c), partial + c * O + o, C * O);
+    return PYOPS_OK;
+}
+
+static void add_bias_gradient(float *dbias, const float *dy, int64_t N, int64_t O, int64_t area) {
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (N * O * area > PYOPS_SHARE_FLOATS)
+    for (int64_t o = 0; o < O; o++) {
+        float sum = 0.0f;
+        for (int64_t n = 0; n < N; n++) sum += k->sum_shifted(dy + (n * O + o) * area, 0.0f, area);
+        dbias[o] += sum;
+    }
+}
+
 pyops_status pyops_conv2d_backward_weight(float *dweight, float *dbias, const float *dy, const float *x, float *work, SIZES,
                                           void *stream) {
     (void)stream;
     const pyops_conv2d s = SIZES_OF;
-    const pyops_status status = check_conv2d("conv2d_backward_weight", &s);
+    pyops_status status = check_conv2d("conv2d_backward_weight", &s);
     if (status || !N) return status;
     const pyops_kernels *k = pyops_active();
+    if (has_tiles(&s, O, C, Wo) && !k->micro.is_bf16) {
+        status = add_tiles(dweight, dy, x, work + taps_size(&s), &s);
+        if (!status && dbias) add_bias_gradient(dbias, dy, N, O, Ho * Wo);
+        return status;
+    }
     pyops_tap *const taps = taps_in(work);
     filter_place *const places = places_in(work, &s);
     float *const phases = work + taps_size(&s), *const partial = phases + phases_size(&s);
@@ -390,17 +552,13 @@ pyops_status pyops_conv2d_backward_weight(float *dweight, float *dbias, const fl
     }
     if (failed) return pyops_fail(PYOPS_NO_MEMORY, "conv2d_backward_weight: no memory for %zu floats per thread", floats);
     #pragma omp parallel for schedule(static) if (parts * O * K > PYOPS_SHARE_FLOATS)
-    for (int64_t o = 0; o < O; o++)
-        for (int64_t i = 0; i < K; i++) {
-            float sum = 0.0f;
-            for (int64_t part = 0; part < parts; part++) sum += partial[(part * O + o) * K + i];
-            dweight[(o * C1 + i / T) * kh * kw + places[i % T].a * kw + places[i % T].b] += sum;
-        }
-    #pragma omp parallel for schedule(static) if (N * O * area > PYOPS_SHARE_FLOATS)
-    for (int64_t o = 0; o < (dbias ? O : 0); o++) {
-        float sum = 0.0f;
-        for (int64_t n = 0; n < N; n++) sum += k->sum_shifted(dy + (n * O + o) * area, 0.0f, area);
-        dbias[o] += sum;
+    for (int64_t o = 0; o < O; o++) {
+        float *const sums = partial + o * K, *const to = dweight + o * C1 * kh * kw;
+        for (int64_t part = 1; part < parts; part++) k->add(sums, partial + (part * O + o) * K, K);
+        if (T == kh * kw) k->add(to, sums, K);          /* the taps are in the order of the filter */
+        for (int64_t c = 0; T < kh * kw && c < C1; c++)
+            for (int64_t t = 0; t < T; t++) to[(c * kh + places[t].a) * kw + places[t].b] += sums[c * T + t];
     }
+    if (dbias) add_bias_gradient(dbias, dy, N, O, area);
     return PYOPS_OK;
 }

@@ -25,6 +25,14 @@ typedef struct {
     const pyops_tap *taps;
 } pyops_windows;
 
+/* The tiles of a convolution by Winograd's algorithm: 4 x 4 elements of the source, two apart, for 2 x 2 results. */
+typedef struct {
+    const float *source;
+    int64_t size, image, channel;       /* as in pyops_windows */
+    int64_t H, W, top, left;            /* a plane; the row and column of the first element of the first tile */
+    int64_t rows, lanes;                /* rows of tiles in an image; tiles of a row, rounded up to PYOPS_LANES */
+} pyops_tiles;
+
 /* PYOPS_GROUP rows of a weight in int8: see kernels/int8_body.inc. */
 enum { PYOPS_GROUP = 64, PYOPS_BYTE_ZERO = 128 };   /* the byte of x that means 0 */
 typedef struct {
@@ -125,6 +133,11 @@ typedef struct {
                                  const float *bias, int64_t C, int64_t M, int64_t q, int64_t n)) \
     ROW(void,   windows_outer, (float *sums, const pyops_windows *dy, const pyops_windows *w, int64_t C, int64_t M, int64_t q, \
                                 int64_t n)) \
+    ROW(void,   winograd_in,  (float *packed, int64_t ld, int64_t NR, const pyops_tiles *t, int64_t c, int64_t C, int64_t q, \
+                               int64_t n)) \
+    ROW(void,   winograd_out, (float *dst, int64_t image, int64_t plane, int64_t H, int64_t W, const float *sums, int64_t ld, \
+                               int64_t lds, const pyops_tiles *t, const float *bias, int64_t M, int64_t q, int64_t n)) \
+    ROW(void,   winograd_back, (float *y, int64_t ld, int64_t ldy, const pyops_tiles *t, int64_t C, int64_t q, int64_t n)) \
     ROW(void,   dots,         (float *y, const float *a, const float *b, float scale, int64_t R, int64_t C, \
                                int64_t lda, int64_t ldb)) \
     ROW(void,   screen,       (int32_t *sums, const int16_t *x, const int8_t *panel, int64_t R, int64_t pairs, int64_t ld)) \

@@ -284,6 +284,12 @@ class WideConv2dRow(Conv2dRow):
     sizes = ((1, 90, 12, 11, 40, 2, 2), (2, 3, 33, 32, 40, 3, 3), (3, 40, 2, 1, 5, 5, 5), (1, 3, 40, 41, 3, 9, 9))
 
 
+class TiledConv2dRow(Conv2dRow):
+    """3 x 3 filters of many channels, computed in tiles: odd and even sizes, several vectors, sums of several blocks."""
+    sizes = ((2, 16, 7, 28, 17, 3, 3), (1, 18, 5, 63, 16, 3, 3), (3, 33, 4, 31, 20, 3, 3), (1, 260, 3, 23, 16, 3, 3))
+    large = (6, 17, 25, 31, 40, 3, 3)
+
+
 class DepthwiseConv2dRow(Conv2dRow):
     """A filter or two for each channel."""
     sizes = ((1, 1, 4, 5, 1, 2, 3), (2, 4, 6, 5, 4, 3, 2), (3, 5, 7, 9, 10, 3, 3), (2, 33, 9, 18, 33, 5, 5),
@@ -940,6 +946,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
          Conv2dRow('-stride', stride=(2, 3), padding=2), Conv2dRow('-dilation', dilation=(1, 2), padding=(0, 1)),
          Conv2dRow('-groups', groups=2, stride=(1, 2), dilation=(2, 1), padding=1), WideConv2dRow('-wide', padding=2),
          WideConv2dRow('-wide-stride', padding=3, stride=4), DepthwiseConv2dRow('-depthwise', padding=1),
+         TiledConv2dRow('-tiles', padding=1), TiledConv2dRow('-tiles-padding', padding=(0, 2), bias=False),
          DepthwiseConv2dRow('-depthwise-stride', stride=2, padding=(1, 0), bias=False),
          SmoothedCrossEntropyRow(),
          *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),
