@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -71,11 +72,15 @@ def environment():
 
 
 def data_sets():
-    """{data set: where it was found, or the command to get it}."""
+    """Return {data set: its path, or the command to get it, or why it cannot be searched}."""
     from pyops.data import locate
-    found = {name: locate.find(name) for name in locate.FILES}
-    return {name: str(path) if path else f'not found; get it with: python -m pyops.data get {name}'
-            for name, path in found.items()}
+    section = {}
+    for name in locate.FILES:
+        try:
+            section[name] = str(locate.find(name) or f'not found; get it with: python -m pyops.data get {name}')
+        except UserError as error:          # a bad PYOPS_DATA, which the rest of the report must not depend on
+            section[name] = f'not searched: {error}'
+    return section
 
 
 def requirements():
@@ -98,15 +103,16 @@ def requirements():
 
 
 def extras():
-    """{extra: versions of its packages, or the command to install them}."""
+    """Return {extra: versions of its packages, or the command to install them}."""
     section = {}
-    where = f'-e {ROOT}' if (ROOT / 'pyproject.toml').exists() else 'pyops'
+    target = ('-e', str(ROOT)) if (ROOT / 'pyproject.toml').exists() else ('pyops',)
     for extra, listed in requirements().items():
         versions = {name: _version(name) for name, _ in listed}
         lacking = [f'{name} {versions[name] or "missing"}' for name, least in listed
                    if versions[name] is None or _numbers(versions[name]) < _numbers(least)]
         if extra and lacking:
-            section[extra] = f"{', '.join(lacking)}; install with: {sys.executable} -m pip install '{where}[{extra}]'"
+            command = [sys.executable, '-m', 'pip', 'install', *target[:-1], f'{target[-1]}[{extra}]']
+            section[extra] = f'{", ".join(lacking)}; install with: {shlex.join(command)}'
         elif extra:
             section[extra] = ', '.join(f'{name} {version}' for name, version in versions.items())
     return section

@@ -2,6 +2,7 @@
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -51,8 +52,16 @@ def test_the_extras_are_those_of_pyproject_and_a_missing_or_old_package_has_a_re
     assert set(doctor.extras()) == {name for name, texts in declared.items() if not any('pyops[' in text for text in texts)}
     monkeypatch.setattr(doctor, '_version', {'matplotlib': '3.8.1', 'plotly': '5.9.0'}.get)
     section = doctor.extras()
-    assert section['pictures'].startswith('plotly 5.9.0; install with: ') and section['pictures'].endswith("[pictures]'")
+    remedy = section['pictures'].removeprefix('plotly 5.9.0; install with: ')
+    assert shlex.split(remedy) == [sys.executable, '-m', 'pip', 'install', '-e', f'{ROOT}[pictures]']
     assert section['torch'].startswith('torch missing; ')
+
+
+def test_a_bad_data_folder_does_not_hide_the_rest_of_the_report(monkeypatch):
+    monkeypatch.setenv('PYOPS_DATA', '/nowhere')
+    section = doctor.data_sets()
+    assert section.keys() == set(locate.FILES)
+    assert all(text.startswith('not searched: PYOPS_DATA=/nowhere: no such directory; ') for text in section.values())
 
 
 def test_without_its_library_the_doctor_says_how_to_build_it():
