@@ -13,6 +13,7 @@ from pyops.backend.arrays import ALIGN, Array, as_shape, location
 from pyops.backend.calls import Calls
 from pyops.backend.device import DTYPES, ERRORS, Buffer, Device, not_compact, wrong_dtype
 from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations, layout
+from pyops.backend.pool import LEAST, Pool
 
 _ffi = _cffi_backend.FFI()
 _ADDRESS, _CData, _NULL, _BYTE = _ffi.typeof('intptr_t'), _ffi.CData, _ffi.NULL, np.dtype(np.uint8)
@@ -27,6 +28,9 @@ def aligned(make, shape, dtype):
     return np.ndarray(shape, dtype, raw, -int(_cast(_ADDRESS, _from_buffer(raw))) % ALIGN)
 
 
+LARGE = Pool(lambda nbytes: aligned(np.empty, (nbytes,), _BYTE))
+
+
 class Host(Device):
     """A device with arrays in host memory.  Kernels of csrc/ run on them."""
     is_host, stream = True, _NULL
@@ -35,7 +39,10 @@ class Host(Device):
     # ---- allocate
 
     def new(self, shape, dtype):
-        return aligned(np.empty, shape, dtype)
+        dtype, shape = np.dtype(dtype), as_shape(shape)
+        if math.prod(shape) * dtype.itemsize < LEAST or dtype.kind not in 'fiu':
+            return aligned(np.empty, shape, dtype)
+        return LARGE.empty(shape, dtype)
 
     def zeros(self, shape, dtype):
         return aligned(np.zeros, shape, dtype)
