@@ -141,7 +141,8 @@ static __global__ void clear_rest(float *h, float *gates, const int32_t *lengths
     }
 }
 
-// last (B,H), unless it is NULL: h after the last step of each packed sequence, h0 or 0 if it has none.
+// last (B,H), unless it is NULL: h after the last step of each packed sequence, h0 or 0 if it has none.  Only after steps that
+// were launched one at a time: the kernel of all steps writes `last` itself.
 static __global__ void last_states(float *last, const float *h, const float *h0, const Sequences in, int64_t H,
                                    FaultRecord *faults) {
     const int64_t step = int64_t(gridDim.x) * blockDim.x, first = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
@@ -178,13 +179,14 @@ extern "C" pyops_status pyops_gru_forward(float *h, float *gates, float *last, c
     if (I && R) status = pyops_gemm(gates, x, w_ih, b_ih, R, 3 * H, I, 4 * H, I, 1, 1, I, 0, 0, stream);
     if (status) return status;
     const Sequences in = {offsets, T, B, N, reverse != 0};
-    const Forward f = {h, gates, I ? gates : a, h0, w_hh, b_hh, I ? 4 * H : 3 * H, in, reinterpret_cast<unsigned *>(work)};
+    unsigned *const counters = reinterpret_cast<unsigned *>(work);
+    const Forward f = {h, gates, I ? gates : a, h0, w_hh, b_hh, I ? 4 * H : 3 * H, in, counters, last, pyops_faults()};
     const Partition p = forward_partition(T, B, H, reset_before);
     Launches launches;
     if (p.teams) launches << launch_forward(f, p, reset_before, stream);
     else status = forward_by_steps(f, work, H, reset_before, stream);
     if (status) return status;
-    if (offsets)
+    if (offsets && !p.teams)
         launches << LAUNCH(last_states, grid_for(B * H, THREADS), THREADS, 0, stream_of(stream), last, h, h0, in, H,
                            pyops_faults());
     if (lengths)

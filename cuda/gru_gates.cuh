@@ -74,6 +74,8 @@ struct Forward {
     int64_t a_row;                          // floats from row to row of a
     Sequences in;
     unsigned *counters;
+    float *last;                            // packed rows: (B,H), the state after the last step of each sequence, or NULL
+    FaultRecord *faults;
 };
 
 struct Backward {

@@ -389,6 +389,9 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     const bool mine = own.unit < H;
     const auto bias = [&](int gate) { return mine ? f.b_hh[gate * H + own.unit] : 0.0f; };
     const float b_r = bias(0), b_z = bias(1), b_n = bias(2);
+    if (f.in.offsets && blockIdx.x == 0) check_offsets(f.in, threadIdx.x, THREADS, Who::gru_forward, f.faults);
+    for (int64_t row = own.first_row + threadIdx.x / U; row < own.end_row && mine && f.last; row += THREADS / U)
+        if (f.in.length(row) == 0) f.last[row * H + own.unit] = given(f.h0, row * H + own.unit);
     start(p, own, p.T * PHASES > 1);
 
     const auto fetch_row = [&](const Item &item, RowRange rows, int row) {
@@ -432,6 +435,8 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
                     after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
                 else if (item.phase) before_gates_2(h, gate, H, k, b_n + total<U, P>(sums, slices, row, column));
                 else before_gates_1(gate, H, k, b_r + product(row, 0), b_z + product(row, 1));
+                const bool has_h = !BEFORE || item.phase, is_last = item.step == f.in.length(rows.from + row) - 1;
+                if (f.last && has_h && is_last) f.last[(rows.from + row) * H + own.unit] = *h;
             }
         });
 }

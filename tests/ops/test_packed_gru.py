@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 from arrays import close, normal, parameter, same
-from places import ON_GPU, get, of_threads, put
+from places import ON_GPU, get, of_threads, on_the_cpu, put
 
 from pyops import backend
 from pyops.ops import GRU, EmbeddingGRU
@@ -285,3 +285,18 @@ def test_a_packed_gru_refuses_offsets_that_do_not_fit():
         case.op().forward(put(case.x), rows=Packed(put(case.x[0]), 4))
     with pytest.raises(ValueError, match='reverse: expected rows'):
         case.op().forward(put(case.padded(case.x)), reverse=True)
+
+
+@on_the_cpu
+@pytest.mark.parametrize('tokens', [False, True], ids=['rows', 'tokens'])
+@pytest.mark.parametrize('reverse', [False, True], ids=['forward', 'reverse'])
+@pytest.mark.parametrize('reset_before,h0,H', [(False, True, 10), (True, False, 40), (False, False, 40), (True, True, 10)])
+def test_a_packed_gru_gives_the_same_results_on_a_gpu(reset_before, h0, H, reverse, tokens, device):
+    """With empty sentences, also at the start and at the end of a team's rows."""
+    case = Case((0, 3, 0, 6, 1, 0, 0, 5, 0, 0, 2, 0), H=H, reset_before=reset_before, h0=h0, tokens=tokens)
+    want = case.run(reverse=reverse)
+    with backend.on(device):
+        got = case.run(reverse=reverse)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        close(got[name], value, 1e-5, name)
