@@ -3,9 +3,11 @@
 // The rows and the context are concatenated in `work`, and the products cover all positions.  The CPU finds the distinct
 // tokens first; here that would need a synchronisation, since the launch of a product depends on their number.
 //
-// With packed rows the product with the contexts has one row per sequence, and a kernel adds it to the rows of the sequence;
-// backward sums the gradients of a sequence's rows first.
+// With packed rows the product with the contexts has one row per sequence, and a kernel adds it to the rows of the sequence.
+// Backward has three launches: the rows, the positions of each token, and the sums of the gradients of a sequence's rows; all
+// products; the sums of the rows of the table.
 #include <algorithm>
+#include "embedding.cuh"
 #include "index.cuh"
 #include "packed.cuh"
 #include "product.cuh"
@@ -15,10 +17,11 @@ namespace {
 static constexpr int THREADS = 256;
 
 // rows (T,B,E), followed by the rows concatenated with the context (T,B,E+C) if there is one
-// packed: rows (N,E), and with a context its product or the sums of the gradients (B,O); backward also has gradients of the rows
+// packed: rows (N,E), and with a context its product or the sums of the gradients (B,O).  Backward also has the gradients of the
+// rows, and the positions of each token.
 static int64_t work_of(int64_t T, int64_t B, int64_t N, int64_t E, int64_t C, int64_t O) {
     const int64_t packed = N * E + (C ? B * O : 0);
-    return N ? packed : T * B * (C ? 2 * E + C : E);
+    return N ? packed : std::max(packed, T * B * (C ? 2 * E + C : E));      // packed sentences may all be empty
 }
 }
 
@@ -28,7 +31,7 @@ extern "C" int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int
 }
 extern "C" int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t N, int64_t, int64_t E, int64_t C,
                                                         int64_t O) {
-    return work_of(T, B, N, E, C, O) + N * E;
+    return work_of(T, B, N, E, C, O) + N * E + N * embedding::GROUP_WORDS;
 }
 
 namespace {
@@ -53,17 +56,30 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// y (B,O) = the sum of the sequence's rows of x (N,O), which are ld floats apart, in their order
-static __global__ void __launch_bounds__(THREADS)
-    sum_rows(float *y, const float *x, const Sequences in, int64_t O, int64_t ld) {
-    const int64_t column = blockIdx.y * int64_t(THREADS) + threadIdx.x;
-    if (column >= O) return;
-    for (int64_t b = blockIdx.x; b < in.B; b += gridDim.x) {
+// The work of packed_backward that needs no product: the rows of the table for all positions, and with a context the sums of the
+// gradients of each sequence's rows, in their order.
+struct RowsAndSums {
+    float *rows, *sums;                     // (N,E);  (B,O)
+    const float *table, *dy;                // rows of dy are ld floats apart
+    const int32_t *ids;
+    Sequences in;
+    int64_t V, E, O, ld, row_blocks;        // the other blocks have one sequence and as many columns as threads each
+
+    __device__ void operator()(int64_t block) const {
+        constexpr int WARPS = embedding::GROUP_THREADS / 32;
+        if (block < row_blocks) {
+            const int64_t warp = block * WARPS + threadIdx.x / 32;
+            embedding::copy_rows(rows, table, ids, in.N, V, E, warp, row_blocks * WARPS, Who::embedding_backward, nullptr);
+            return;
+        }
+        const int64_t across = blocks_for<int64_t>(O, embedding::GROUP_THREADS), b = (block - row_blocks) / across;
+        const int64_t column = (block - row_blocks) % across * embedding::GROUP_THREADS + threadIdx.x;
+        if (column >= O) return;
         float sum = 0.0f;
-        for (int64_t r = in.offsets[b], end = r + in.length(b); r < end; r++) sum += x[r * ld + column];
-        y[b * O + column] = sum;
+        for (int64_t r = in.offsets[b], end = r + in.length(b); r < end; r++) sum += dy[r * ld + column];
+        sums[b * O + column] = sum;
     }
-}
+};
 
 static dim3 grid_of(int64_t B, int64_t O) {
     return dim3(unsigned(std::min<int64_t>(B, 65535)), unsigned(blocks_for<int64_t>(O, THREADS)));
@@ -89,26 +105,36 @@ static pyops_status packed_backward(float *dtable, int32_t *touched, float *dcon
                                     bool *dbias_added, const float *dy, const float *table, const int32_t *ids,
                                     const float *context, const Sequences &in, const float *weight, float *work, int64_t V,
                                     int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
+    using namespace embedding;
     const int64_t B = in.B, N = in.N, I = E + C;
     float *const drows = work + N * E, *const sums = drows + N * E;
-    pyops_status status = pyops_embedding_forward(real(work), table, ids, N, V, E, stream);
-    if (status) return status;
+    int32_t *const words = reinterpret_cast<int32_t *>(sums + (C ? B * O : 0));
+    const auto rows_in = [&](int64_t first) { return std::min<int64_t>(CHUNK, N - first); };
+    RowsAndSums also = {work, sums, table, dy, ids, in, V, E, O, ld, grid_for(N * 32, GROUP_THREADS)};
+    int64_t more = also.row_blocks + (C ? B * blocks_for<int64_t>(O, GROUP_THREADS) : 0);
+    Launches launches;
+    for (int64_t first = 0; first == 0 || first < N; first += CHUNK, more = 0)
+        launches << launch_group(groups_in(words, N, first), ids + first, Who::embedding_backward, first, rows_in(first), V,
+                                 also, more, stream_of(stream));
+
     // The gradients of a linear layer, from rows of dy that are `distance` apart.
-    const auto gradients = [&](float *dw, float *db, float *dx, int64_t ldx, const float *dy, const float *x, const float *w,
-                               int64_t rows, int64_t columns, int64_t distance, bool *added) {
-        AnyProduct p[2] = {{real(dw), real(dy), real(x), nullptr, O, columns, rows, I, 1, distance, columns, 1, 1, 0},
-                           {real(dx), real(dy), real(w), nullptr, rows, columns, O, ldx, distance, 1, I, 1, 0, 0}};
-        p[0].row_sums = db;
-        return pyops_launched("embedding_linear_backward", any_products(p, 2, stream_of(stream), added), stream);
+    AnyProduct products[MOST_GROUPED];
+    int count = 0;
+    const auto gradients = [&](float *dw, float *dx, int64_t ldx, const float *dy, const float *x, const float *w, int64_t rows,
+                               int64_t columns, int64_t distance) {
+        products[count++] = {real(dw), real(dy), real(x), nullptr, O, columns, rows, I, 1, distance, columns, 1, 1, 0};
+        products[count++] = {real(dx), real(dy), real(w), nullptr, rows, columns, O, ldx, distance, 1, I, 1, 0, 0};
     };
-    bool added[2];
-    status = gradients(dweight, dbias, drows, E, dy, work, weight, N, E, ld, added);
+    gradients(dweight, drows, E, dy, work, weight, N, E, ld);
+    products[0].row_sums = dbias;
+    if (C) gradients(dweight + E, dcontext, C, sums, context, weight + E, B, C, O);
+    bool added[MOST_GROUPED];
+    launches << any_products(products, count, stream_of(stream), added);
     *dbias_added = added[0];
-    if (!status) status = pyops_embedding_backward(dtable, touched, real(drows), ids, N, V, E, stream);
-    if (status || !C) return status;
-    const cudaError_t error = LAUNCH(sum_rows, grid_of(B, O), THREADS, 0, stream_of(stream), sums, dy, in, O, ld);
-    status = pyops_launched("embedding_linear_backward", error, stream);
-    return status ? status : gradients(dweight + E, nullptr, dcontext, C, sums, context, weight + E, B, C, O, added);
+    for (int64_t first = 0; first < N; first += CHUNK)
+        launches << launch_add(dtable, touched, groups_in(words, N, first), Plain<float>{drows + first * E}, ids + first,
+                               rows_in(first), E, stream_of(stream));
+    return pyops_launched("embedding_linear_backward", launches.error, stream);
 }
 }
 

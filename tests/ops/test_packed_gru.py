@@ -300,3 +300,27 @@ def test_a_packed_gru_gives_the_same_results_on_a_gpu(reset_before, h0, H, rever
     assert got.keys() == want.keys()
     for name, value in want.items():
         close(got[name], value, 1e-5, name)
+
+
+@on_the_cpu
+@pytest.mark.parametrize('on_gpu', [False, True], ids=['cpu', 'gpu'])
+@pytest.mark.parametrize('B,N', [(2, 0), (3, 66_000)])
+def test_the_table_of_an_embedding_gru_has_its_gradient_for_any_number_of_tokens(B, N, on_gpu, device):
+    """No token at all, and more than a GPU sorts at once."""
+    rng, O, E, C, V = np.random.default_rng(1), 2, 2, 1, 5
+    offsets = np.array([0, *sorted(rng.integers(0, N + 1, B - 1)), N], np.int32)
+    ids, dy, table = rng.integers(0, V, N).astype(np.int32), normal(rng, N, O), normal(rng, V, E)
+    context, weight, sizes = normal(rng, B, C), normal(rng, O, E + C), (max(N, 1), B, N, V, E, C, O)
+    with backend.on(device if on_gpu else backend.HOST):
+        gradients = [put(np.zeros(shape, np.float32)) for shape in ((V, E), (B, C), (O, E + C), (O,))]
+        backend.launch('embedding_linear_backward', gradients[0], None, *gradients[1:],
+                       *map(put, (dy, table, ids, context, offsets, weight)), backend.work('embedding_linear_backward', *sizes),
+                       *sizes, O)
+        dtable, dcontext, dweight, dbias = map(get, gradients)
+    wide, want, sums = dy.astype(np.float64), np.zeros((V, E)), np.zeros((B, O))
+    np.add.at(want, ids, wide @ weight[:, :E])
+    np.add.at(sums, np.repeat(np.arange(B), np.diff(offsets)), wide)
+    close(dtable, want, 1e-5, 'dtable')
+    close(dcontext, sums @ weight[:, E:], 1e-5, 'dcontext')
+    close(dweight, np.concatenate([wide.T @ table[ids], sums.T @ context], 1), 1e-5, 'dweight')
+    close(dbias, wide.sum(0), 1e-5, 'dbias')
