@@ -402,6 +402,14 @@ static inline pyops_status check_linear(const pyops_real *dx, int64_t R, int64_t
     return PYOPS_OK;
 }
 
+static inline pyops_status check_linear_pair(const char *who, int64_t R1, int64_t R2, int64_t O1, int64_t O2, int64_t I1,
+                                             int64_t I2) {
+    PYOPS_REQUIRE(R1 >= 0 && R2 >= 0 && O1 >= 0 && O2 >= 0 && I1 >= 0 && I2 >= 0,
+                  "%s: R1=%lld R2=%lld O1=%lld O2=%lld I1=%lld I2=%lld, expected at least 0", who, LL(R1), LL(R2), LL(O1),
+                  LL(O2), LL(I1), LL(I2));
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_to_bf16(int64_t R, int64_t C, int64_t ld) {
     PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C, "to_bf16: R=%lld C=%lld ld=%lld, expected R >= 0, C >= 0, ld >= C", LL(R), LL(C),
                   LL(ld));

@@ -208,6 +208,25 @@ pyops_status pyops_linear_backward(float *dx, float *dweight, float *dbias, cons
     return status || !relu ? status : pyops_relu_backward(dx, dx, x, R * I, stream);
 }
 
+pyops_status pyops_linear_pair(float *y1, float *y2, const float *x1, const float *x2, const float *weight1,
+                               const float *weight2, const float *bias1, const float *bias2, int64_t R1, int64_t R2, int64_t O1,
+                               int64_t O2, int64_t I1, int64_t I2, void *stream) {
+    pyops_status status = check_linear_pair("linear_pair", R1, R2, O1, O2, I1, I2);
+    if (!status) status = pyops_gemm(y1, x1, weight1, bias1, R1, O1, I1, O1, I1, 1, 1, I1, 0, 0, stream);
+    return status ? status : pyops_gemm(y2, x2, weight2, bias2, R2, O2, I2, O2, I2, 1, 1, I2, 0, 0, stream);
+}
+
+pyops_status pyops_linear_pair_backward(float *dx1, float *dx2, float *dweight1, float *dweight2, float *dbias1, float *dbias2,
+                                        const float *dy1, const float *dy2, const float *x1, const float *x2,
+                                        const float *weight1, const float *weight2, int64_t R1, int64_t R2, int64_t O1,
+                                        int64_t O2, int64_t I1, int64_t I2, int32_t accumulate1, int32_t accumulate2,
+                                        void *stream) {
+    pyops_status status = check_linear_pair("linear_pair_backward", R1, R2, O1, O2, I1, I2);
+    if (!status) status = pyops_linear_backward(dx1, dweight1, dbias1, dy1, x1, weight1, R1, O1, I1, 0, accumulate1, stream);
+    if (!status) status = pyops_linear_backward(dx2, dweight2, dbias2, dy2, x2, weight2, R2, O2, I2, 0, accumulate2, stream);
+    return status;
+}
+
 pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
                                 int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc, int64_t a_row, int64_t a_col,
                                 int64_t b_row, int64_t b_col, int32_t accumulate, void *stream) {

@@ -99,6 +99,22 @@ PYOPS_API pyops_status pyops_linear_backward(
     pyops_real *dx, float *dweight, float *dbias,
     const pyops_real *dy, const pyops_real *x, const pyops_real *weight,
     int64_t R, int64_t O, int64_t I, int32_t relu, int32_t accumulate, void *stream);
+/* Two linear layers that do not depend on each other.  The results have the bits of two calls; a GPU computes both in one launch
+ * if that takes less time.
+ * linear_pair           y1 = x1 weight1' + bias1;  y2 = x2 weight2' + bias2;  bias1, bias2 may be NULL
+ * linear_pair_backward  as linear_backward of each layer, without relu;  dbias1, dbias2 may be NULL
+ * dx1, x1 (R1,I1)   dy1, y1 (R1,O1)   weight1, dweight1 (O1,I1);   the second layer likewise
+ */
+PYOPS_API pyops_status pyops_linear_pair(
+    pyops_real *y1, pyops_real *y2, const pyops_real *x1, const pyops_real *x2,
+    const pyops_real *weight1, const pyops_real *weight2, const float *bias1, const float *bias2,
+    int64_t R1, int64_t R2, int64_t O1, int64_t O2, int64_t I1, int64_t I2, void *stream);
+PYOPS_API pyops_status pyops_linear_pair_backward(
+    pyops_real *dx1, pyops_real *dx2, float *dweight1, float *dweight2, float *dbias1, float *dbias2,
+    const pyops_real *dy1, const pyops_real *dy2, const pyops_real *x1, const pyops_real *x2,
+    const pyops_real *weight1, const pyops_real *weight2,
+    int64_t R1, int64_t R2, int64_t O1, int64_t O2, int64_t I1, int64_t I2,
+    int32_t accumulate1, int32_t accumulate2, void *stream);
 /* One product for each index of a batch.  Batch axes are as in the strided arrays below: shape (ndim), strides (3,ndim) of c, a
  * and b in floats; a stride of 0 broadcasts one matrix.  Every product has the same bits as from pyops_gemm. */
 PYOPS_API pyops_status pyops_gemm_batched(

@@ -91,13 +91,15 @@ static pyops_status packed_forward(float *y, const float *table, const int32_t *
     const int64_t B = in.B, N = in.N, I = E + C;
     float *const of_contexts = work + N * E;
     pyops_status status = pyops_embedding_forward(real(work), table, ids, N, V, E, stream);
-    if (!status) status = pyops_gemm(y, work, weight, bias, N, O, E, O, E, 1, 1, I, 0, 0, stream);
-    if (!C) return status;
-    if (!status) status = pyops_gemm(of_contexts, context, weight + E, nullptr, B, O, C, O, C, 1, 1, I, 0, 0, stream);
     if (status) return status;
-    const cudaError_t error = LAUNCH(add_to_rows, grid_of(B, O), THREADS, 0, stream_of(stream), y, of_contexts, in, O,
-                                     pyops_faults());
-    return pyops_launched("embedding_linear_forward", error, stream);
+    const AnyProduct products[2] = {
+        {real(y), real(work), real(weight), bias, N, O, E, O, E, 1, 1, I, 0, 0},
+        {real(of_contexts), real(context), real(weight + E), nullptr, B, O, C, O, C, 1, 1, I, 0, 0}};
+    bool added[2];
+    Launches launches;
+    launches << any_products(products, C ? 2 : 1, stream_of(stream), added);
+    if (C) launches << LAUNCH(add_to_rows, grid_of(B, O), THREADS, 0, stream_of(stream), y, of_contexts, in, O, pyops_faults());
+    return pyops_launched("embedding_linear_forward", launches.error, stream);
 }
 
 // dbias_added: whether dbias has been computed, too.

@@ -53,8 +53,8 @@ DEVICE void finish(const Product &g, int64_t m, int64_t n, float sum) {
 // Tiles with at most this number of rows also sum the rows of a; larger ones have no registers left.
 static constexpr int MOST_SUMMED = 64;
 
-// After a product, in each block: add the sums of the rows of a, or write those of a part of K to (splits, M) behind the other
-// parts, of which the last block adds them.
+// After a product, in each block: add the sums of the rows of a to `to`.  With parts of K, write them to `parts` (splits, M),
+// stored after the parts of c; the last block adds these with add_row_sums.
 template <class S, class RowSums> DEVICE void finish_row_sums(const RowSums &rows, float *shared, float *to, int64_t m0,
                                                               int64_t M, float *parts) {
     rows.each(shared, [&](int m, float sum) {
@@ -106,7 +106,8 @@ static __global__ void __launch_bounds__(S::THREADS, 2) tile_product(Product g, 
                                   blockIdx.x % tiles);
 }
 
-// Several products in one launch.  In all of them b has adjacent elements along N; a_k: a has adjacent elements along K.
+// Several products in one launch.  Either all have a b with adjacent elements along N, and a_k is true if a has adjacent
+// elements along K; or, with B_K, both operands of all have adjacent elements along K.
 template <class G> struct Group {
     G product[MOST_GROUPED];
     Work work[MOST_GROUPED];
@@ -121,14 +122,15 @@ template <class G> DEVICE int find_product(const Group<G> &group, int64_t *block
     return i;
 }
 
-template <class S, Precision P>
+template <class S, Precision P, bool B_K>
 static __global__ void __launch_bounds__(S::THREADS, 2) product_group(const __grid_constant__ Group<Product> group) {
     DYN_SHARED(float, shared);
     int64_t block;
     const int i = find_product(group, &block);
     const Work &work = group.work[i];
     const int64_t tiles = work.tiles_m * work.tiles_n, split = block / tiles, tile = block % tiles;
-    if (group.a_k[i]) product_block<S, P, true, false>(shared, group.product[i], work, 1, 0, split, tile);
+    if constexpr (B_K) product_block<S, P, true, true>(shared, group.product[i], work, 1, 0, split, tile);
+    else if (group.a_k[i]) product_block<S, P, true, false>(shared, group.product[i], work, 1, 0, split, tile);
     else product_block<S, P, false, false>(shared, group.product[i], work, 1, 0, split, tile);
 }
 
@@ -144,8 +146,7 @@ static constexpr int64_t side_of(Size size) { return size == Size::large ? 128 :
 
 static constexpr int64_t PART = 64, MOST_PARTS = 32;            // parts of K are multiples of PART
 
-// Parts that fit in the workspace; 1 if there are not enough tickets for the tiles, of which there are at most those of
-// side x side sums.
+// The number of parts that fit in the workspace.  1 if there are fewer tickets than tiles of side x side sums, the smallest.
 static int64_t most_parts(int64_t M, int64_t N, int64_t side) {
     if (blocks_for(M, side) * blocks_for(N, side) > TICKETS) return 1;
     return std::min<int64_t>(MOST_PARTS, PYOPS_WORKSPACE / sizeof(float) / (M * (N + 1)));       // and sums of rows of a
@@ -394,14 +395,15 @@ static __global__ void __launch_bounds__(S::THREADS, 2) bf16_product(RealProduct
     bf16_block<S, A_K, B_K>(shared, g, work, blockIdx.x / tiles, blockIdx.x % tiles);
 }
 
-template <class S>
+template <class S, bool B_K>
 static __global__ void __launch_bounds__(S::THREADS, 2) bf16_group(const __grid_constant__ Group<RealProduct> group) {
     DYN_SHARED(float, shared);
     int64_t block;
     const int i = find_product(group, &block);
     const Work &work = group.work[i];
     const int64_t tiles = work.tiles_m * work.tiles_n;
-    if (group.a_k[i]) bf16_block<S, true, false>(shared, group.product[i], work, block / tiles, block % tiles);
+    if constexpr (B_K) bf16_block<S, true, true>(shared, group.product[i], work, block / tiles, block % tiles);
+    else if (group.a_k[i]) bf16_block<S, true, false>(shared, group.product[i], work, block / tiles, block % tiles);
     else bf16_block<S, false, false>(shared, group.product[i], work, block / tiles, block % tiles);
 }
 
@@ -591,17 +593,21 @@ static cudaError_t any_product(const AnyProduct &p, cudaStream_t stream, bool *r
 // ---- several products in one launch -------------------------------------------------------------------------------
 static constexpr double LAUNCH_CYCLES = 4000;           // between two kernels of a stream
 
+// Whether adjacent elements of an operand are adjacent along K.
+static bool a_along_k(const AnyProduct &p) { return std::abs(p.a_col) <= std::abs(p.a_row); }
+static bool b_along_k(const AnyProduct &p) { return std::abs(p.b_row) <= std::abs(p.b_col); }
+
 // The tile size for these products in one launch.  false: separate launches take less time, or one of the products cannot be in
 // a group.  A product has as many parts as alone, so its bits are the same.
 static bool best_group(Size *size, const AnyProduct *p, int count) {
     if (count < 2 || count > MOST_GROUPED) return false;
-    const bool is_real = has_bf16(p[0]);
+    const bool is_real = has_bf16(p[0]), b_k = b_along_k(p[0]);
     const Precision precision = is_real ? Precision::bf16 : pyops_precision_now();
     double alone = LAUNCH_CYCLES * (count - 1);
     int64_t floats = 0, tiles = 0;
     for (int i = 0; i < count; i++) {
         const int64_t M = p[i].M, N = p[i].N, K = p[i].K;
-        if (!M || !N || !K || has_bf16(p[i]) != is_real || std::abs(p[i].b_row) <= std::abs(p[i].b_col)) return false;
+        if (!M || !N || !K || has_bf16(p[i]) != is_real || b_along_k(p[i]) != b_k || (b_k && !a_along_k(p[i]))) return false;
         if (!is_real && worth_converting(M, N, K, precision)) return false;
         const int64_t splits = best_splits(M, N, K, precision);
         const double wgmma = is_real ? best_hopper_cycles(as_real(p[i])) : INFINITY;
@@ -645,31 +651,40 @@ static cudaError_t launch_group(Size size, const AnyProduct *p, int count, Preci
             parts += p[i].M * (p[i].N + 1) * splits, tickets += work.tiles_m * work.tiles_n;
         }
         group.product[i] = convert(p[i]);
-        group.a_k[i] = std::abs(p[i].a_col) <= std::abs(p[i].a_row);
-        if constexpr (std::is_same_v<G, Product>) set_alignment(&work, group.product[i], one, group.a_k[i], false);
+        group.a_k[i] = a_along_k(p[i]);
+        if constexpr (std::is_same_v<G, Product>) set_alignment(&work, group.product[i], one, group.a_k[i], b_along_k(p[i]));
         group.blocks[i] = work.tiles_m * work.tiles_n * splits;
         blocks += group.blocks[i];
     }
     return run(group, static_cast<unsigned>(blocks));
 }
 
-template <class S, Precision P> static cudaError_t run_group(const Group<Product> &group, unsigned blocks,
-                                                             cudaStream_t stream) {
-    constexpr size_t ROWS = Tile<S, P, Stored<true>, Stored<false>>::BYTES,
-                     LINES = Tile<S, P, Stored<false>, Stored<false>>::BYTES;
+template <class S, Precision P, bool B_K> static cudaError_t run_group(const Group<Product> &group, unsigned blocks,
+                                                                       cudaStream_t stream) {
+    constexpr size_t ROWS = Tile<S, P, Stored<true>, Stored<B_K>>::BYTES,
+                     LINES = B_K ? 0 : Tile<S, P, Stored<false>, Stored<B_K>>::BYTES;
     constexpr size_t BYTES = ROWS > LINES ? ROWS : LINES;
-    const cudaError_t error = allow_shared<product_group<S, P>>(BYTES);
-    return error == cudaSuccess ? LAUNCH((product_group<S, P>), blocks, S::THREADS, BYTES, stream, group) : error;
+    const cudaError_t error = allow_shared<product_group<S, P, B_K>>(BYTES);
+    return error == cudaSuccess ? LAUNCH((product_group<S, P, B_K>), blocks, S::THREADS, BYTES, stream, group) : error;
 }
-template <Precision P> static cudaError_t run_group_of(Size size, const Group<Product> &group, unsigned blocks,
+template <Precision P> static cudaError_t run_group_of(Size size, bool b_k, const Group<Product> &group, unsigned blocks,
                                                        cudaStream_t stream) {
-    return size == Size::medium ? run_group<typename ShapeOf<P, Size::medium>::S, P>(group, blocks, stream)
-                                : run_group<typename ShapeOf<P, Size::small>::S, P>(group, blocks, stream);
+    using Medium = typename ShapeOf<P, Size::medium>::S;
+    using Small = typename ShapeOf<P, Size::small>::S;
+    if (size == Size::medium)
+        return b_k ? run_group<Medium, P, true>(group, blocks, stream) : run_group<Medium, P, false>(group, blocks, stream);
+    return b_k ? run_group<Small, P, true>(group, blocks, stream) : run_group<Small, P, false>(group, blocks, stream);
 }
-template <class S> static cudaError_t run_bf16_group(const Group<RealProduct> &group, unsigned blocks, cudaStream_t stream) {
-    constexpr size_t BYTES = std::max(HalfTile<S, true, false>::BYTES, HalfTile<S, false, false>::BYTES);
-    const cudaError_t error = allow_shared<bf16_group<S>>(BYTES);
-    return error == cudaSuccess ? LAUNCH(bf16_group<S>, blocks, S::THREADS, BYTES, stream, group) : error;
+template <class S, bool B_K>
+static cudaError_t run_bf16_group(const Group<RealProduct> &group, unsigned blocks, cudaStream_t stream) {
+    constexpr size_t BYTES = std::max(HalfTile<S, true, B_K>::BYTES, B_K ? 0 : HalfTile<S, false, B_K>::BYTES);
+    const cudaError_t error = allow_shared<bf16_group<S, B_K>>(BYTES);
+    return error == cudaSuccess ? LAUNCH((bf16_group<S, B_K>), blocks, S::THREADS, BYTES, stream, group) : error;
+}
+template <Size SIZE>
+static cudaError_t run_bf16_group(bool b_k, const Group<RealProduct> &group, unsigned blocks, cudaStream_t stream) {
+    using S = typename Bf16Shape<SIZE>::S;
+    return b_k ? run_bf16_group<S, true>(group, blocks, stream) : run_bf16_group<S, false>(group, blocks, stream);
 }
 }
 
@@ -677,20 +692,25 @@ cudaError_t any_products(const AnyProduct *p, int count, cudaStream_t stream, bo
     Size size;
     if (!best_group(&size, p, count)) {
         Launches launches;
-        for (int i = 0; i < count; i++) launches << any_product(p[i], stream, row_sums_added + i);
+        if (count > 2)                                  // the first two may be a group, and so may the others
+            launches << any_products(p, 2, stream, row_sums_added)
+                     << any_products(p + 2, count - 2, stream, row_sums_added + 2);
+        else
+            for (int i = 0; i < count; i++) launches << any_product(p[i], stream, row_sums_added + i);
         return launches.error;
     }
     for (int i = 0; i < count; i++) row_sums_added[i] = p[i].row_sums;
+    const bool b_k = b_along_k(p[0]);
     if (has_bf16(p[0]))
         return launch_group<RealProduct>(size, p, count, Precision::bf16, as_real, [&](const auto &group, unsigned blocks) {
-            return size == Size::medium ? run_bf16_group<Bf16Shape<Size::medium>::S>(group, blocks, stream)
-                                        : run_bf16_group<Bf16Shape<Size::small>::S>(group, blocks, stream);
+            return size == Size::medium ? run_bf16_group<Size::medium>(b_k, group, blocks, stream)
+                                        : run_bf16_group<Size::small>(b_k, group, blocks, stream);
         });
     const Precision precision = pyops_precision_now();
     return launch_group<Product>(size, p, count, precision, as_float_product, [&](const auto &group, unsigned blocks) {
-        return precision == Precision::fp32 ? run_group_of<Precision::fp32>(size, group, blocks, stream)
-            : precision == Precision::tf32  ? run_group_of<Precision::tf32>(size, group, blocks, stream)
-                                            : run_group_of<Precision::bf16>(size, group, blocks, stream);
+        return precision == Precision::fp32 ? run_group_of<Precision::fp32>(size, b_k, group, blocks, stream)
+            : precision == Precision::tf32  ? run_group_of<Precision::tf32>(size, b_k, group, blocks, stream)
+                                            : run_group_of<Precision::bf16>(size, b_k, group, blocks, stream);
     });
 }
 
@@ -704,18 +724,75 @@ extern "C" pyops_status pyops_gemm(pyops_real *c, const pyops_real *a, const pyo
     return pyops_launched("gemm", any_product(p, stream_of(stream), &row_sums_added), stream);
 }
 
+namespace {
+struct LinearGradients {                    // see pyops_linear_backward
+    pyops_real *dx;
+    float *dweight, *dbias;
+    const pyops_real *dy, *x, *weight;
+    int64_t R, O, I;
+    int32_t relu, accumulate;
+
+    bool types_agree() const { return !dx || is_bf16(dx) == is_bf16(x); }
+    // Write its products to p and return their number.
+    int products(AnyProduct *p) const {
+        p[0] = {real(dweight), dy, x, nullptr, O, I, R, I, 1, O, I, 1, 1, 0};
+        p[0].row_sums = dbias;
+        if (!dx) return 1;
+        p[1] = {dx, dy, weight, nullptr, R, I, O, I, O, 1, I, 1, accumulate, 0};
+        p[1].gate = relu ? x : nullptr;
+        return 2;
+    }
+};
+
+// The gradients of several layers, at most two.
+static pyops_status linear_gradients(const char *who, const LinearGradients *layers, int count, void *stream) {
+    AnyProduct p[MOST_GROUPED];
+    int first[MOST_GROUPED], products = 0;
+    for (int i = 0; i < count; i++) {
+        PYOPS_REQUIRE(layers[i].types_agree(), "%s: dx and x have different types, expected one type", who);
+        first[i] = products, products += layers[i].products(p + products);
+    }
+    bool row_sums_added[MOST_GROUPED];
+    pyops_status status = pyops_launched(who, any_products(p, products, stream_of(stream), row_sums_added), stream);
+    for (int i = 0; i < count && !status; i++)
+        if (layers[i].dbias && !row_sums_added[first[i]])
+            status = pyops_column_sums(layers[i].dbias, layers[i].dy, layers[i].R, layers[i].O, stream);
+    return status;
+}
+}
+
 extern "C" pyops_status pyops_linear_backward(pyops_real *dx, float *dweight, float *dbias, const pyops_real *dy,
                                               const pyops_real *x, const pyops_real *weight, int64_t R, int64_t O, int64_t I,
                                               int32_t relu, int32_t accumulate, void *stream) {
-    pyops_status status = check_linear(dx, R, O, I, relu, accumulate);
+    const pyops_status status = check_linear(dx, R, O, I, relu, accumulate);
     if (status) return status;
-    PYOPS_REQUIRE(!dx || is_bf16(dx) == is_bf16(x), "linear_backward: dx and x have different types, expected one type");
-    AnyProduct p[2] = {{real(dweight), dy, x, nullptr, O, I, R, I, 1, O, I, 1, 1, 0},
-                       {dx, dy, weight, nullptr, R, I, O, I, O, 1, I, 1, accumulate, 0}};
-    p[0].row_sums = dbias, p[1].gate = relu ? x : nullptr;
+    const LinearGradients layer = {dx, dweight, dbias, dy, x, weight, R, O, I, relu, accumulate};
+    return linear_gradients("linear_backward", &layer, 1, stream);
+}
+
+extern "C" pyops_status pyops_linear_pair(pyops_real *y1, pyops_real *y2, const pyops_real *x1, const pyops_real *x2,
+                                          const pyops_real *weight1, const pyops_real *weight2, const float *bias1,
+                                          const float *bias2, int64_t R1, int64_t R2, int64_t O1, int64_t O2, int64_t I1,
+                                          int64_t I2, void *stream) {
+    const pyops_status status = check_linear_pair("linear_pair", R1, R2, O1, O2, I1, I2);
+    if (status) return status;
+    const AnyProduct p[2] = {{y1, x1, weight1, bias1, R1, O1, I1, O1, I1, 1, 1, I1, 0, 0},
+                             {y2, x2, weight2, bias2, R2, O2, I2, O2, I2, 1, 1, I2, 0, 0}};
     bool row_sums_added[2];
-    status = pyops_launched("linear_backward", any_products(p, dx ? 2 : 1, stream_of(stream), row_sums_added), stream);
-    return status || !dbias || row_sums_added[0] ? status : pyops_column_sums(dbias, dy, R, O, stream);
+    return pyops_launched("linear_pair", any_products(p, 2, stream_of(stream), row_sums_added), stream);
+}
+
+extern "C" pyops_status pyops_linear_pair_backward(pyops_real *dx1, pyops_real *dx2, float *dweight1, float *dweight2,
+                                                   float *dbias1, float *dbias2, const pyops_real *dy1, const pyops_real *dy2,
+                                                   const pyops_real *x1, const pyops_real *x2, const pyops_real *weight1,
+                                                   const pyops_real *weight2, int64_t R1, int64_t R2, int64_t O1, int64_t O2,
+                                                   int64_t I1, int64_t I2, int32_t accumulate1, int32_t accumulate2,
+                                                   void *stream) {
+    const pyops_status status = check_linear_pair("linear_pair_backward", R1, R2, O1, O2, I1, I2);
+    if (status) return status;
+    const LinearGradients layers[2] = {{dx1, dweight1, dbias1, dy1, x1, weight1, R1, O1, I1, 0, accumulate1},
+                                       {dx2, dweight2, dbias2, dy2, x2, weight2, R2, O2, I2, 0, accumulate2}};
+    return linear_gradients("linear_pair_backward", layers, 2, stream);
 }
 
 extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape,

@@ -15,7 +15,7 @@ from pyops.errors import UserError
 from pyops.ops import LayerNorm, Positions, ResidualNorm
 from pyops.ops.attention import follow_parents
 from pyops.ops.feed_forward import ACTIVATIONS
-from pyops.ops.linear import JoinedLinear
+from pyops.ops.linear import JoinedLinear, LinearPair
 from pyops.ops.packed import Packed
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import Decoder, greedy
@@ -203,16 +203,22 @@ class MultiHeadAttention:
             self.q, self.k, self.v = layers = [layer(name) for name in 'qkv']
         self.out = layer('out')
         self.attention = make.Attention(config.heads, causal, config.dropout, key(params.seed, f'{prefix}.dropout'), prefix)
+        self.pair = None
         if self.is_compact:
             return
         plain = type(self.attention) is ops.Attention and all(type(layer) is ops.Linear for layer in layers)
         self.qkv = Projections(layers, params, prefix, 'qkv', plain)            # of x, if it is the memory
         self.kv = Projections(layers[1:], params, prefix, 'kv', plain)          # of another memory
+        if crosses and self.kv.joined:
+            self.pair = LinearPair(self.q, self.kv.joined)                      # both in one launch
 
     def forward(self, x, memory, rows, memory_rows, step, into=None):
         if memory is x:
             (q, k, v), c1 = self.qkv.forward(x)                         # (N, D) each
             c2 = None
+        elif self.pair:
+            (q, kv), c1 = self.pair.forward(x, memory)                  # (N, D), (M, 2 D)
+            (k, v), c2 = self.kv.joined.split(kv), None
         else:
             q, c1      = self.q.forward(x)                              # (N, D)
             (k, v), c2 = self.kv.forward(memory)                        # (M, D) each
@@ -236,8 +242,12 @@ class MultiHeadAttention:
         dq = backend.empty_gradient(da.shape, f'{self.prefix}.dq', da.dtype)
         dkv, parts = self.kv.empty_gradients(dmemory.memory)
         self.attention.backward(da, ctx.pop(), out=(dq, *parts))
-        dmemory.sum = self.kv.backward(dkv, ctx.pop(), dmemory.sum)
-        return self.q.backward(dq, ctx.pop(), into=into)
+        c2, c1 = ctx.pop(), ctx.pop()
+        if self.pair:
+            dx, dmemory.sum = self.pair.backward(dq, dkv, c1, into=(into, dmemory.sum))
+            return dx
+        dmemory.sum = self.kv.backward(dkv, c2, dmemory.sum)
+        return self.q.backward(dq, c1, into=into)
 
     # Decoding, without backward.  Keys and values are in two arrays, or with compact weights in the last columns of one.
 

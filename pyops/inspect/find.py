@@ -179,7 +179,8 @@ class _Finder:
             dx = self.role(i, note, roles['dx'])
             array = _with_rows(dx.array, rows)
             scalars = self.actions[i].scalars
-            if scalars.get('accumulate') or scalars.get('relu') or isinstance(roles.get('g'), Slice):
+            adds = any(value for name, value in scalars.items() if name.startswith('accumulate'))      # also of linear_pair
+            if adds or scalars.get('relu') or isinstance(roles.get('g'), Slice):
                 # added to other gradients, or to those from other layers, or passed through ReLU: recompute the product
                 array = _Later(array.shape, lambda: self._product_again(i, roles, array.shape))
             layer.saw('backward', 'grad_input', dx.at, array)

@@ -24,11 +24,15 @@ from pyops.backend.kernels import FWD, Kernel, Product, declare
 if TYPE_CHECKING:
     from pyops.autograd import Tensor
     from pyops.params import Parameter
-    from pyops.typing import Array, Example, Normal, TensorGradients
+    from pyops.typing import Array, Example, Normal, Sizes, TensorGradients
 
 # of linear_backward
 LAYER_WGRAD = Product('wgrad', {'g': 'dy', 'x': 'x'})
 LAYER_DGRAD = Product('dgrad', {'g': 'dy', 'w': 'weight', 'dx': 'dx'})
+# of linear_pair and linear_pair_backward, for each layer of the pair
+PAIR_FWD = [Product('fwd', {'x': f'x{i}', 'w': f'weight{i}', 'y': f'y{i}'}) for i in (1, 2)]
+PAIR_WGRAD, PAIR_DGRAD = ([product.replaced(roles={role: f'{name}{i}' for role, name in product.roles.items()}) for i in (1, 2)]
+                          for product in (LAYER_WGRAD, LAYER_DGRAD))
 # product.operand of a linear layer, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
 OPERANDS = 'fwd.x', 'fwd.w', 'dgrad.g', 'dgrad.w', 'wgrad.g', 'wgrad.x'
 
@@ -142,4 +146,64 @@ class JoinedLinear(Linear):
                          **facts | ({'bias': layer.bias} if 'bias' in facts else {}))
 
 
-declare(linear_backward=Kernel(lambda s, array: (2 if array('dx') is None else 4) * s['R'] * s['O'] * s['I']))
+class LinearPair:
+    """Two Linear layers that do not depend on each other as one kernel: on a GPU, one launch instead of two.
+
+    Shapes   as in Linear, for the x1, y1, dy1, dx1 of the first layer and those of the second
+    Notes    the results have the bits of separate layers, and a plan finds the products of each layer under its name
+    Errors   as in Linear; ValueError if a gradient is added to an array that overlaps an input of the kernel
+    """
+
+    class Ctx(NamedTuple):
+        x1: Array
+        x2: Array
+
+    def __init__(self, first: Linear, second: Linear) -> None:
+        self.layers = first, second
+
+    def forward(self, x1: Array, x2: Array) -> tuple[tuple[Array, Array], Ctx]:
+        """Return y1 and y2, and the ctx."""
+        (first, second), xs = self.layers, (x1, x2)
+        for i, (layer, x) in enumerate(zip(self.layers, xs, strict=True), 1):
+            check(f'x{i}', x, (*np.shape(x)[:-1], layer.weight.value.shape[1]), REAL)
+        y1, y2 = (empty((*x.shape[:-1], len(layer.weight.value)), x.dtype, f'{layer.name}.y')
+                  for layer, x in zip(self.layers, xs, strict=True))
+        launch('linear_pair', y1, y2, x1, x2, first.weight.operand(x1.dtype), second.weight.operand(x2.dtype),
+               first.bias and first.bias.value, second.bias and second.bias.value, *self._sizes(xs))
+        for layer, x, product in zip(self.layers, xs, PAIR_FWD, strict=True):
+            layer._note(product, bias=layer.bias, rows=x.shape[:-1], steps=layer.steps)
+        return (y1, y2), self.Ctx(x1, x2)
+
+    def backward(self, dy1: Array, dy2: Array, ctx: Ctx,
+                 into: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array]:
+        """Return dx1 and dx2.  into: for each, the array that it is added to, or None."""
+        (first, second), dys = self.layers, (dy1, dy2)
+        for i, (layer, dy, x, array) in enumerate(zip(self.layers, dys, ctx, into, strict=True)):
+            check(f'dy{i + 1}', dy, (*x.shape[:-1], len(layer.weight.value)), x.dtype)
+            if array is not None:
+                check(f'into[{i}]', array, x.shape, x.dtype)
+                if any(may_overlap(array, other) for other in (*dys, *ctx)):
+                    raise ValueError(f'into[{i}]: it overlaps dy or x, which the same kernel reads; give another array')
+        dx1, dx2 = (empty_gradient(x.shape, f'{layer.name}.dx', x.dtype) if array is None else array
+                    for layer, x, array in zip(self.layers, ctx, into, strict=True))
+        launch('linear_pair_backward', dx1, dx2, first.weight.grad, second.weight.grad, first.bias and first.bias.grad,
+               second.bias and second.bias.grad, dy1, dy2, *ctx, first.weight.operand(dy1.dtype),
+               second.weight.operand(dy2.dtype), *self._sizes(ctx), into[0] is not None, into[1] is not None)
+        for layer, *products in zip(self.layers, PAIR_WGRAD, PAIR_DGRAD, strict=True):
+            for product in products:
+                layer._note(product)
+        return dx1, dx2
+
+    def _sizes(self, xs: tuple[Array, Array]) -> list[int]:
+        """Return R1, R2, O1, O2, I1, I2."""
+        sizes = [(len(as_rows(x)), *layer.weight.value.shape) for layer, x in zip(self.layers, xs, strict=True)]
+        return [size for both in zip(*sizes, strict=True) for size in both]
+
+
+def _flops_of_pair(s: Sizes) -> int:
+    return 2 * (s['R1'] * s['O1'] * s['I1'] + s['R2'] * s['O2'] * s['I2'])
+
+
+declare(linear_backward=Kernel(lambda s, array: (2 if array('dx') is None else 4) * s['R'] * s['O'] * s['I']),
+        linear_pair=Kernel(lambda s, array: _flops_of_pair(s)),
+        linear_pair_backward=Kernel(lambda s, array: 2 * _flops_of_pair(s)))

@@ -281,6 +281,39 @@ def test_linear_backward_refuses_relu_without_dx_or_with_a_sum(dx, relu, accumul
         launch('linear_backward', x.copy() if dx else None, x, None, x, x, x, 2, 2, 2, relu, accumulate)
 
 
+@pytest.mark.parametrize('sizes', [((1, 1, 1), (5, 4, 3)), ((33, 9, 40), (70, 64, 33)), ((260, 256, 256), (270, 512, 256)),
+                                   ((0, 3, 2), (7, 3, 5)), ((6, 3, 0), (6, 1, 1)), ((1152, 64, 70), (9, 300, 2049))])
+@pytest.mark.parametrize('adds', [(0, 0), (0, 1), (1, 1)])
+def test_a_linear_pair_has_the_bits_of_two_linear_layers(sizes, adds):
+    """Sizes that share a launch on a GPU, and sizes that cannot."""
+    rng = np.random.default_rng(7)
+    x, weight, dy = ([rng.standard_normal(shape).astype('f') for shape in shapes] for shapes in (
+        [(R, I) for R, O, I in sizes], [(O, I) for R, O, I in sizes], [(R, O) for R, O, I in sizes]))
+    bias = [rng.standard_normal(sizes[0][1]).astype('f'), None]
+    y = [np.full((R, O), np.nan, 'f') for R, O, I in sizes]
+    order = [size for both in zip(*sizes, strict=True) for size in both]            # R1, R2, O1, O2, I1, I2
+    launch('linear_pair', *y, *x, *weight, *bias, *order)
+    dweight, dbias = [np.full_like(w, 0.5) for w in weight], [np.full(sizes[0][1], -0.5, 'f'), None]
+    dx = [np.full((R, I), 0.25 if add else np.nan, 'f') for (R, O, I), add in zip(sizes, adds, strict=True)]
+    want = [array.copy() for array in (*dx, *dweight)]
+    launch('linear_pair_backward', *dx, *dweight, *dbias, *dy, *x, *weight, *order, *adds)
+    for i, (R, O, I) in enumerate(sizes):
+        alone = np.full((R, O), np.nan, 'f')
+        launch('gemm', alone, x[i], weight[i], bias[i], R, O, I, O, I, 1, 1, I, 0, 0)
+        assert (y[i] == alone).all()
+        launch('linear_backward', want[i], want[2 + i], None, dy[i], x[i], weight[i], R, O, I, 0, adds[i])
+    assert all((array == other).all() for array, other in zip((*dx, *dweight), want, strict=True))
+    wide = dy[0].astype('d')
+    assert np.abs(dbias[0] - (wide.sum(0) - 0.5)).max(initial=0) <= 1e-6 * (1 + np.abs(wide).sum(0).max(initial=0))
+
+
+@pytest.mark.parametrize('kernel,arrays,more', [('linear_pair', 8, ()), ('linear_pair_backward', 12, (0, 0))])
+def test_a_linear_pair_refuses_negative_sizes(kernel, arrays, more):
+    x = np.zeros((2, 2), 'f')
+    with pytest.raises(ValueError, match=f'{kernel}: R1=2 R2=-1 O1=2 O2=2 I1=2 I2=2, expected at least 0'):
+        launch(kernel, *[x] * arrays, 2, -1, 2, 2, 2, 2, *more)
+
+
 @pytest.mark.parametrize('R,C', [(1, 1), (5, 7), (33, 1001)])
 def test_argmax_takes_the_first_of_equals_and_nan_as_largest(R, C):
     x = np.random.default_rng(7).integers(0, 9, (R, C)).astype('f')         # many ties

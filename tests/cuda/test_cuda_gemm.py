@@ -137,6 +137,25 @@ def test_few_tiles_share_a_long_sum(M, N, K, p, precision):
     assert (frame[:, N:] == 2.5).all()
 
 
+@pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
+@pytest.mark.parametrize('sizes', [((33, 9, 40), (70, 64, 33)), ((130, 256, 128), (150, 128, 256)),
+                                   ((40, 30, 2100), (64, 64, 64))])
+def test_products_that_share_a_launch_have_the_bits_of_separate_ones(sizes, p, precision):
+    precision(p)
+    rng = np.random.default_rng(8)
+    x, weight, dy = ([rng.standard_normal(shape).astype(np.float32) for shape in shapes] for shapes in (
+        [(R, I) for R, O, I in sizes], [(O, I) for R, O, I in sizes], [(R, O) for R, O, I in sizes]))
+    together, apart = ([np.zeros_like(array) for array in (*dy, *x, *weight)] for _ in range(2))        # y, dx, dweight
+    order = [size for both in zip(*sizes, strict=True) for size in both]
+    call('linear_pair', *together[:2], *x, *weight, None, None, *order)
+    call('linear_pair_backward', *together[2:], None, None, *dy, *x, *weight, *order, 0, 0)
+    for i, (R, O, I) in enumerate(sizes):
+        gemm(apart[i], x[i], weight[i].T)
+        call('linear_backward', apart[2 + i], apart[4 + i], None, dy[i], x[i], weight[i], R, O, I, 0, 0)
+    for got, want in zip(together, apart, strict=True):
+        assert (got == want).all() and want.any()
+
+
 PARTS = '''
 import numpy as np, sys
 from emulated import BF16, call, library

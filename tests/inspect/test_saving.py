@@ -42,7 +42,7 @@ from pyops.inspect.statistics import describe
 from pyops.inspect.writer import HEADER, Writer
 from pyops.ndarray import as_ndarray
 from pyops.ops import rounding
-from pyops.ops.linear import JoinedLinear
+from pyops.ops.linear import JoinedLinear, LinearPair
 from pyops.ops.packed import lengths_of, padded
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec
@@ -71,7 +71,7 @@ class Witness:
 
     def __init__(self, monkeypatch):
         self.told, self.gradients = {}, []
-        for op in (ops.Linear, ops.FeedForward, ops.Attention, ops.GRU, ops.EmbeddingGRU, ops.LinearCrossEntropy,
+        for op in (ops.Linear, LinearPair, ops.FeedForward, ops.Attention, ops.GRU, ops.EmbeddingGRU, ops.LinearCrossEntropy,
                    ops.PixelLinear):
             for way in ('forward', 'backward'):
                 self._wrap(monkeypatch, op, way, getattr(self, f'{op.__name__}_{way}'))
@@ -121,6 +121,16 @@ class Witness:
             self.tell(op.name, 'backward', grad_output=dy)
             if want_dx is not False:
                 self.product(op.name, dy, op.weight)
+
+    def LinearPair_forward(self, op, *xs, result=None):
+        if result:
+            for layer, x, y in zip(op.layers, xs, result[0], strict=True):
+                self.Linear_forward(layer, x, (y, None))
+
+    def LinearPair_backward(self, op, *arguments, result=None):
+        if result is None:
+            for layer, dy in zip(op.layers, arguments, strict=False):
+                self.Linear_backward(layer, dy, None)
 
     def product(self, layer, dy, weight):
         dx = backend.empty((*dy.shape[:-1], weight.value.shape[1]))

@@ -216,6 +216,26 @@ def test_linear_backward_takes_bfloat16(R, O, I, on_gpu):
         launch('linear_backward', dx, dweight, dbias, half(dy), put(x), half(weight), R, O, I, 0, 0)
 
 
+@pytest.mark.parametrize('sizes', [((33, 9, 40), (70, 64, 33)), ((260, 256, 256), (270, 512, 256))])
+def test_a_linear_pair_takes_bfloat16(sizes, on_gpu):
+    rng = np.random.default_rng(1)
+    x, weight, dy = ([numbers(rng, *shape) for shape in shapes] for shapes in (
+        [(R, I) for R, O, I in sizes], [(O, I) for R, O, I in sizes], [(R, O) for R, O, I in sizes]))
+    bias, order = numbers(rng, sizes[0][1]), [size for both in zip(*sizes, strict=True) for size in both]
+    y, dx = [half(g) for g in dy], [half(value) for value in x]
+    dweight, dbias = [put(np.ones_like(w)) for w in weight], put(np.ones_like(bias))
+    operands = [half(array) for array in (*dy, *x, *weight)]
+    launch('linear_pair', *y, *operands[2:], put(bias), None, *order)
+    launch('linear_pair_backward', *dx, *dweight, dbias, None, *operands, *order, 0, 1)
+    close(get(dbias), 1 + dy[0].astype(np.float64).sum(0), 1e-5, 'dbias')
+    for i, (add_y, add_dx) in enumerate(((bias, 0), (0, x[1]))):
+        within(y[i], x[i].astype(np.float64) @ weight[i].T + add_y, f'y{i + 1}')
+        within(dx[i], dy[i].astype(np.float64) @ weight[i] + add_dx, f'dx{i + 1}')
+        close(get(dweight[i]), 1 + dy[i].astype(np.float64).T @ x[i], 1e-5, f'dweight{i + 1}')
+    with pytest.raises(ValueError, match='linear_pair_backward: dx and x have different types, expected one type'):
+        launch('linear_pair_backward', *dx, *dweight, dbias, None, *operands[:2], put(x[0]), *operands[3:], *order, 0, 1)
+
+
 @pytest.mark.parametrize('E', [3, 8, 100])
 def test_embedding_positions_rounds_its_result_once(E, on_gpu):
     rng, ids, at, step = np.random.default_rng(E), np.array([1, 0, 3, 1], np.int32), np.arange(4, dtype=np.int32), np.array([5])

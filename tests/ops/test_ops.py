@@ -52,7 +52,7 @@ from pyops.ops import (
     sequence_lengths,
 )
 from pyops.ops.attention import dropout_factors
-from pyops.ops.linear import JoinedLinear
+from pyops.ops.linear import JoinedLinear, LinearPair
 from pyops.ops.packed import Packed, pad_rows, unpad_rows
 from pyops.params import Parameter, Parameters, Spec
 from pyops.philox import philox4x32
@@ -1096,6 +1096,35 @@ def test_joined_linear_layers_equal_separate_ones(n, rows, inputs, outputs, bias
     near(dx, get(total), 2e-6 * np.abs(dx).max(), 'dx')
     near(grads, get(params.grads), 2e-6 * np.abs(grads).max(), 'gradients')
     assert np.abs(grads - start).max() > 0.1
+
+
+@pytest.mark.parametrize('adds', [(False, False), (True, False), (True, True)])
+def test_a_linear_pair_equals_its_layers(adds):
+    rng, names = np.random.default_rng(0), ['q.weight', 'k.weight', 'v.weight', 'q.bias']
+    params = Parameters({name: Spec((16,) if 'bias' in name else (16, 16), init.normal(1.0)) for name in names})
+    layers = [Linear(params[name], params['q.bias'] if name == 'q.weight' else None) for name in names[:3]]
+    joined = JoinedLinear(layers[1:], params.joined(names[1:3]), 'kv')
+    xs, dys = [normal(rng, 5, 16), normal(rng, 7, 16)], [normal(rng, 5, 16), normal(rng, 7, 32)]
+    sums, results = [normal(rng, *x.shape) if add else None for x, add in zip(xs, adds, strict=True)], []
+    for pair in (True, False):
+        into = [None if array is None else put(array.copy()) for array in sums]
+        params.zero_grads()
+        x1, x2, dy1, dy2 = map(put, (*xs, *dys))
+        if pair:
+            op = LinearPair(layers[0], joined)
+            (y1, y2), ctx = op.forward(x1, x2)
+            dx1, dx2 = op.backward(dy1, dy2, ctx, into=tuple(into))
+        else:
+            (y1, c1), (y2, c2) = layers[0].forward(x1), joined.forward(x2)
+            dx1, dx2 = layers[0].backward(dy1, c1, into=into[0]), joined.backward(dy2, c2, into=into[1])
+        assert all(array is None or dx is array for dx, array in zip((dx1, dx2), into, strict=True))
+        results.append([get(array).copy() for array in (y1, y2, dx1, dx2, params.grads)])
+    for name, got, want in zip(('y1', 'y2', 'dx1', 'dx2', 'gradients'), *results, strict=True):
+        near(got, want, 1e-5, name)
+    with pytest.raises(ValueError, match=r'into\[1\]: it overlaps dy or x, which the same kernel reads; give another array'):
+        op.backward(dy1, dy2, ctx, into=(None, ctx.x2))
+    with pytest.raises(ValueError, match='x2: expected shape'):
+        op.forward(x1, put(normal(rng, 7, 15)))
 
 
 def test_a_joined_weight_must_have_the_rows_of_its_layers():

@@ -410,8 +410,8 @@ def test_joined_products_of_q_k_and_v_give_the_results_of_three_products(monkeyp
     assert all(part.joined for a in attentions(joined) for part in (a.qkv, a.kv))
     assert abs(joined_loss - loss) <= 1e-6 * abs(loss) and np.abs(grads).max() > 1e-3
     near(joined_grads, grads, 1e-6 * np.abs(grads).max(), 'gradients')
-    # Three calls become one and two become one, in forward and in backward: 4 self-attentions, 2 cross-attentions.
-    assert count - joined_count == 2 * (2 * 4 + 1 * 2)
+    # Three calls become one, in forward and in backward, in 4 self-attentions and 2 cross-attentions.
+    assert count - joined_count == 2 * 2 * (4 + 2)
 
 
 def test_a_row_of_weights_that_does_not_end_on_a_cache_line_is_not_joined(monkeypatch):
