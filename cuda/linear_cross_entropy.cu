@@ -8,8 +8,9 @@
 //   row_losses  per row, from these: maximum, sum of exponentials, loss; the last block to finish computes the mean of the
 //               losses, summed in order
 //   dx          tiles of dlogits weight; if there are few tiles, each is split into parts of the vocabulary
-//   add_parts   sums the parts, in order, and scatters the rows to dx: a kernel of its own, since dx has no registers left
-//   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias
+//   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias.  As many further blocks sum the parts of dx,
+//               in order, and scatter the rows to dx; the blocks of dx have no registers left for that.  With operands
+//               rounded to bfloat16, a separate kernel, sum_parts
 //
 //                   V, in tiles of 128               dlogits[p,v] = scale * (exp(logits[p,v] - max[p]) / sum[p] - target[p,v])
 //              +-----+-----+--  --+---+                scale = dloss / valid
@@ -33,7 +34,7 @@
 #include "tile.cuh"
 
 static constexpr int64_t LOGITS = int64_t(1) << 30;
-static constexpr int THREADS = 256, SUM_THREADS = 1024;
+static constexpr int THREADS = 256;
 static constexpr int GATHER = 64;                       // rows per block of `gather`
 static constexpr int64_t TILE = 128;                    // rows and columns of a tile in all three products
 static constexpr int64_t LEAST_PART = 512;              // minimum number of words in a part of dx
@@ -151,13 +152,13 @@ DEVICE void row_loss(const Call &c, int64_t m) {
     if (c.smoothing > 0.0f) c.losses[p] -= c.smoothing * (below / static_cast<float>(c.V));
 }
 
-// By a block of N threads.
-template <int N> DEVICE void write_mean_loss(float *loss, const Call &c) {
-    SHARED(double, sums, [N / 32]);
+// By the last block of the last chunk.
+DEVICE void write_mean_loss(float *loss, const Call &c) {
+    SHARED(double, sums, [THREADS / 32]);
     const int n = c.valid[0];
     double sum = 0.0;
 #pragma unroll 4
-    for (int p = threadIdx.x; p < n; p += N) sum += c.losses[p];
+    for (int p = threadIdx.x; p < n; p += THREADS) sum += c.losses[p];
     sum = block_sum(sum, sums);
     if (threadIdx.x == 0) loss[0] = n ? static_cast<float>(sum / n) : 0.0f;
 }
@@ -166,10 +167,8 @@ template <int N> DEVICE void write_mean_loss(float *loss, const Call &c) {
 static __global__ void __launch_bounds__(THREADS) row_losses(float *loss, Call c) {
     const int64_t m = blockIdx.x * int64_t(THREADS / 32) + threadIdx.x / 32;
     if (m < c.rows()) row_loss(c, m);
-    if (loss && block_arrives_last(c.ticket, gridDim.x)) write_mean_loss<THREADS>(loss, c);
+    if (loss && block_arrives_last(c.ticket, gridDim.x)) write_mean_loss(loss, c);
 }
-
-static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, Call c) { write_mean_loss<SUM_THREADS>(loss, c); }
 
 // ---- logits ------------------------------------------------------------------------------------------------------
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Logits::THREADS, 2) logits(Call c, int64_t tiles_m) {
@@ -264,15 +263,23 @@ template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradi
     });
 }
 
-// One block per THREADS columns of a row.
-static __global__ void __launch_bounds__(THREADS) add_parts(Call c, unsigned blocks_a_row) {
-    const int64_t m = blockIdx.x / blocks_a_row, d = blockIdx.x % blocks_a_row * int64_t(THREADS) + threadIdx.x;
-    if (m >= c.rows() || d >= c.D) return;
-    c.dx[c.position[c.first + m] * c.D + d] = sum_of_parts(c.parts + m * c.D + d, c.splits, c.chunk * c.D);
+// Block `block` of `blocks` takes every blocks-th row.
+DEVICE void add_parts(const Call &c, int64_t block, int64_t blocks) {
+    const int64_t rows = c.rows();
+    for (int64_t m = block; m < rows; m += blocks)
+        for (int64_t d = threadIdx.x; d < c.D; d += blockDim.x)
+            c.dx[c.position[c.first + m] * c.D + d] = sum_of_parts(c.parts + m * c.D + d, c.splits, c.chunk * c.D);
 }
+
+static __global__ void __launch_bounds__(THREADS) sum_parts(Call c) { add_parts(c, blockIdx.x, gridDim.x); }
+
+// Whether further blocks of dweight add the parts of dx.  In bfloat16 it has no registers left either, and sum_parts is launched.
+template <Precision P> constexpr bool ADDS_PARTS = P != Precision::bf16;
 
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
     dweight(Call c, int64_t tiles_d) {
+    if constexpr (ADDS_PARTS<P>)
+        if (blockIdx.y) return add_parts(c, blockIdx.x, gridDim.x);
     using S = typename Shapes<P>::Gradients;
     using T = Tile<S, P, DLogits<P, false>, Stored<false>>;
     DYN_SHARED(float, shared);
@@ -356,15 +363,14 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
             launches << LAUNCH(logits<P>, grid(tiles_m * c.tiles), TileLogits::THREADS, TileLogits::BYTES, stream, c, tiles_m);
         launches << LAUNCH(row_losses, grid(std::max<int64_t>(1, blocks_for<int64_t>(c.chunk, THREADS / 32))), THREADS, 0,
                            stream, c.first + c.chunk < c.R ? nullptr : loss, c);
-        if (c.R && c.dx) {
+        if (c.R && c.dx)
             launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream, c, tiles_m,
                                tiles_d);
-            const unsigned blocks_a_row = grid(blocks_for<int64_t>(c.D, THREADS));
-            if (c.splits > 1) launches << LAUNCH(add_parts, grid(c.chunk * blocks_a_row), THREADS, 0, stream, c, blocks_a_row);
-        }
+        const bool has_parts = c.dx && c.splits > 1;
+        if (has_parts && !ADDS_PARTS<P>) launches << LAUNCH(sum_parts, grid(c.chunk), THREADS, 0, stream, c);
         if (c.dx)
-            launches << LAUNCH(dweight<P>, grid(c.tiles * tiles_d), TileDweight::THREADS, TileDweight::BYTES, stream, c,
-                               tiles_d);
+            launches << LAUNCH(dweight<P>, dim3(grid(c.tiles * tiles_d), has_parts && ADDS_PARTS<P> ? 2 : 1),
+                               TileDweight::THREADS, TileDweight::BYTES, stream, c, tiles_d);
         c.first += c.chunk;
     } while (c.first < c.R);
     return launches.error;
@@ -373,7 +379,7 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
 // ---- bfloat16 --------------------------------------------------------------------------------------------------------
 // A block per row of the chunk.  The gradient of the row overwrites the first half of its logits: a step reads 2 THREADS packs
 // of four, and writes where this step or an earlier one has read.
-static __global__ void __launch_bounds__(THREADS) softmax_row(Call c, bf16 *x_valid, bool gradients) {
+DEVICE void softmax_of_row(const Call &c, bf16 *x_valid, bool gradients) {
     constexpr int PACK = 8, STEP = THREADS * PACK;
     SHARED(LogSumExp, of_warps, [THREADS / 32]);
     SHARED(float, sums, [THREADS / 32]);
@@ -427,6 +433,12 @@ static __global__ void __launch_bounds__(THREADS) softmax_row(Call c, bf16 *x_va
     }
 }
 
+// loss: NULL, or in the last chunk the mean.
+static __global__ void __launch_bounds__(THREADS) softmax_row(float *loss, Call c, bf16 *x_valid, bool gradients) {
+    softmax_of_row(c, x_valid, gradients);
+    if (loss && block_arrives_last(c.ticket, gridDim.x)) write_mean_loss(loss, c);
+}
+
 static __global__ void add_bias_gradient(Call c, bool adds) {
     const int64_t v = blockIdx.x * int64_t(COLUMNS) + threadIdx.x, rows = c.rows();
     const float sum = column_sum(reinterpret_cast<const bf16 *>(c.logits), rows, 2 * c.ldv, v, c.V);
@@ -450,8 +462,9 @@ static cudaError_t launch_bf16(Call c, XRows<bf16> a, const pyops_real *weight, 
             RealProduct logits = {c.logits, nullptr, operand(x, M, c.ldx, 1), operand(weight, V, D, 1), c.bias, M, V, D, c.ldv};
             logits.limit = {c.valid, c.first, false};
             launches << real_product(logits, stream);
-            launches << LAUNCH(softmax_row, grid(round_up<int64_t>(M, 64)), THREADS, 0, stream, c, a.x_valid, a.dx != nullptr);
         }
+        launches << LAUNCH(softmax_row, grid(std::max<int64_t>(1, round_up<int64_t>(M, 64))), THREADS, 0, stream,
+                           c.first + c.chunk < R ? nullptr : loss, c, a.x_valid, a.dx != nullptr);
         if (M && a.dx) {
             RealProduct dx = {nullptr, a.dx, operand(dlogits, M, 2 * c.ldv, 1), operand(weight, D, 1, D), nullptr, M, D, V, D};
             dx.limit = {c.valid, c.first, false};
@@ -469,7 +482,6 @@ static cudaError_t launch_bf16(Call c, XRows<bf16> a, const pyops_real *weight, 
         }
         c.first += c.chunk;
     } while (c.first < R);
-    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream, loss, c);
     return launches.error;
 }
 

@@ -356,6 +356,22 @@ def test_feed_forward_rounds_its_inner_rows_and_results(rows, D, F, on_gpu):
         assert (error <= HALF * terms + SUMS * np.abs(theirs).max()).all(), name
 
 
+@pytest.mark.parametrize('precision', ['fp32', 'tf32', 'bf16'])
+def test_the_output_layer_of_float32_adds_the_parts_of_dx_in_any_precision(precision, on_gpu):
+    """Few rows and many words: the vocabulary is divided into parts."""
+    rng, results = np.random.default_rng(4), []
+    weight, bias, x = numbers(rng, 2100, 40), numbers(rng, 2100), numbers(rng, 150, 40)
+    labels = rng.integers(-1, 2100, 150).astype(np.int32)
+    on_gpu.precision = precision
+    for place, of in ((backend.HOST, of_host), (on_gpu, lambda value: of_device(value, with_copy=False))):
+        with backend.on(place):
+            w, b, dloss = of(weight), of(bias), put(np.ones(1, np.float32))
+            loss, ctx = LinearCrossEntropy(w, b, ignore=-1).forward(put(x), put(labels), dloss=dloss)
+            results.append([get(array).copy() for array in (loss, ctx.dx, w.grad, b.grad)])
+    for name, want, got in zip(('loss', 'dx', 'dweight', 'dbias'), *results, strict=True):
+        close(got, want, {'fp32': 1e-5, 'tf32': 2**-9, 'bf16': 2**-6}[precision], name)
+
+
 @pytest.mark.parametrize('smoothing', [0.0, 0.2])
 @pytest.mark.parametrize('known', [True, False])
 @pytest.mark.parametrize(('R', 'D', 'V'), [(1, 3, 5), (70, 24, 300), (130, 40, 600), (9, 136, 2100)])
