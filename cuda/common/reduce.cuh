@@ -14,7 +14,7 @@
 //
 // With n threads per output, a thread reads every n-th term, eight at a time: it adds these in a tree in float32, and the
 // results of the trees in double.  Then lanes are combined by shuffles, and warps through shared memory.  With few outputs and
-// many terms, blocks reduce pieces of the terms, and a second launch reduces the results of the pieces.
+// many terms, blocks reduce pieces of the terms, and the last of the blocks with the same outputs combines their results.
 //
 // The order of the operations depends only on the shape, so results are bitwise reproducible, also across devices.
 #pragma once
@@ -22,8 +22,11 @@
 #include <type_traits>
 #include "block.cuh"
 #include "real.cuh"
+#include "tickets.cuh"
 
 constexpr int REDUCE_THREADS = 256, TERMS_AT_ONCE = 8;
+constexpr int64_t MANY_BLOCKS = 4096;                             // more gain nothing
+static_assert(MANY_BLOCKS / 2 <= TICKETS, "several pieces need a ticket for each block of outputs");
 
 // ---- operations: Term is the type of the input, Wide the type of the accumulator ----------------------
 template <class T, class W = T> struct SumOf {          // floats in double; int32 as uint32_t, modulo 2^32
@@ -66,7 +69,7 @@ static inline int64_t power_above(int64_t n, int64_t least, int64_t most) {     
 }
 
 static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool along) {
-    constexpr int64_t FEW_BLOCKS = 128, MANY_BLOCKS = 4096;       // fewer leave multiprocessors idle; more gain nothing
+    constexpr int64_t FEW_BLOCKS = 128;                           // fewer leave multiprocessors idle
     constexpr int64_t MANY_OUTPUTS = 16384, SECTOR = 8;           // floats in a memory sector, the unit of a transfer
     int64_t threads;
     if (along) {
@@ -110,11 +113,26 @@ DEVICE typename Op::Wide gather_terms(const X *x, Index from, Index to, int step
     return sum;
 }
 
-// y[o] = op over the terms of output o (+ y[o]); with pieces, y[o, piece].  Strides of `kept`: of y, of x.
-template <class Op, class Out, class Index, class X>
+// Combine lanes whose numbers differ in the bits from `low` up to `high`, then with `warps` the same lanes of all warps: the
+// result is in the first warp.
+template <class Op, class Wide> DEVICE Wide combine_lanes(Wide sum, int low, int high, bool warps, Wide *of_warps) {
+    for (int step = low; step < high && step < 32; step *= 2) sum = Op::meet(sum, __shfl_xor_sync(ALL_LANES, sum, step));
+    if (!warps) return sum;
+    of_warps[threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.x < 32)
+        for (int warp = 1; warp < REDUCE_THREADS / 32; warp++) sum = Op::meet(sum, of_warps[32 * warp + threadIdx.x]);
+    return sum;
+}
+
+// y[o] = op over the terms of output o (+ y[o]).  Strides of `kept`: of y, of x.   With several pieces, partial (outputs, pieces)
+// has their results, and tickets one counter for each block of outputs.
+template <class Op, class Again, class Out, class Index, class X>
 static __global__ void __launch_bounds__(REDUCE_THREADS)
-    reduce(Out *y, const X *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape, bool add) {
+    reduce(Out *y, const X *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape, bool add,
+           typename Op::Wide *partial, unsigned *tickets) {
     using Wide = typename Op::Wide;
+    SHARED(Wide, of_warps, [REDUCE_THREADS]);
     const int thread = threadIdx.x;
     const Index output = Index(blockIdx.x) * shape.outputs + (shape.along ? thread / shape.threads : thread % shape.outputs);
     const int first = shape.along ? thread % shape.threads : thread / shape.outputs;
@@ -131,36 +149,36 @@ static __global__ void __launch_bounds__(REDUCE_THREADS)
     };
     Wide sum = reduced.n > 1 ? gather_terms<Op>(x + at[1], from + first, to, shape.threads, along_several)
                              : gather_terms<Op>(x + at[1], from + first, to, shape.threads, along_one_axis);
+    sum = combine_lanes<Op>(sum, shape.along ? 1 : shape.outputs, shape.along ? shape.threads : 32,
+                            shape.threads > (shape.along ? 32 : 1), of_warps);
+    const auto store = [&](Out *to) { *to = add ? *to + Out(sum) : Out(sum); };
+    if (shape.pieces == 1) {
+        if (first == 0 && output < outputs) store(y + at[0]);
+        return;
+    }
+    if (first == 0 && output < outputs) partial[output * shape.pieces + blockIdx.y] = sum;
+    if (!block_arrives_last(tickets + blockIdx.x, gridDim.y)) return;
 
-    // combine lanes that have terms of the same output, then warps
-    const int low = shape.along ? 1 : shape.outputs, high = shape.along ? shape.threads : 32;
-    for (int step = low; step < high && step < 32; step *= 2) sum = Op::meet(sum, __shfl_xor_sync(ALL_LANES, sum, step));
-    if (shape.threads > (shape.along ? 32 : 1)) {
-        SHARED(Wide, of_warps, [REDUCE_THREADS]);
-        of_warps[thread] = sum;
-        __syncthreads();
-        if (thread < 32)
-            for (int warp = 1; warp < REDUCE_THREADS / 32; warp++) sum = Op::meet(sum, of_warps[32 * warp + thread]);
-    }
-    if (first == 0 && output < outputs) {
-        if (shape.pieces > 1) y[output * shape.pieces + blockIdx.y] = Out(sum);
-        else y[at[0]] = add ? y[at[0]] + Out(sum) : Out(sum);
-    }
+    // the same outputs again: lanes follow the pieces, all threads of the block if there is one output
+    const int share = shape.outputs == 1 ? REDUCE_THREADS : shape.threads < 32 ? shape.threads : 32, own = thread / share;
+    const Index again = Index(blockIdx.x) * shape.outputs + own;
+    const bool has_output = own < shape.outputs && again < outputs;
+    sum = gather_terms<Again>(partial + again * shape.pieces, Index(thread % share), Index(has_output ? shape.pieces : 0),
+                              share, [](Index t) { return t; });
+    sum = combine_lanes<Again>(sum, 1, share, share > 32, of_warps);
+    if (thread % share || !has_output) return;
+    at[0] = at[1] = 0;
+    kept.walk(again, at);
+    store(y + at[0]);
 }
 
-template <class Op, class Out, class Index, class X>
-static cudaError_t reduce_with(Out *y, const X *x, const Space &kept, const Space &reduced, ReduceShape shape, bool add,
-                               void *stream) {
+template <class Op, class Again, class Index, class Out, class X>
+static cudaError_t launch_reduce(Out *y, const X *x, const Space &kept, const Space &reduced, ReduceShape shape, bool add,
+                                 typename Op::Wide *partial, unsigned *tickets, void *stream) {
     const int64_t outputs = kept.elements(), terms = reduced.elements();
     const dim3 grid(static_cast<unsigned>(blocks_for<int64_t>(outputs, shape.outputs)), static_cast<unsigned>(shape.pieces));
-    return LAUNCH((reduce<Op, Out, Index, X>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x, Axes<Index>(kept),
-                  Axes<Index>(reduced), Index(outputs), Index(terms), shape, add);
-}
-template <class Op, class Out, class X, class... More>
-static cudaError_t reduce_once(Out *y, const X *x, const Space &kept, const Space &reduced, More... more) {
-    return fits_int32(kept.elements()) && fits_int32(reduced.elements())
-        ? reduce_with<Op, Out, uint32_t>(y, x, kept, reduced, more...)
-        : reduce_with<Op, Out, uint64_t>(y, x, kept, reduced, more...);
+    return LAUNCH((reduce<Op, Again, Out, Index, X>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x, Axes<Index>(kept),
+                  Axes<Index>(reduced), Index(outputs), Index(terms), shape, add, partial, tickets);
 }
 
 // y = op over the reduced axes of x, or += it.  Strides of the kept axes: of y, of x; of the reduced axes: of x, in front.
@@ -172,17 +190,14 @@ static pyops_status reduce_axes(const char *who, Out *y, const X *x, const Space
     const int64_t outputs = kept.elements(), terms = reduced.elements();
     if (!outputs) return PYOPS_OK;
     const ReduceShape shape = reduce_shape(outputs, terms, along);
-    if (shape.pieces == 1) return pyops_launched(who, reduce_once<Op, Out>(y, x, kept, reduced, shape, add, stream), stream);
-
-    const size_t bytes = static_cast<size_t>(outputs * shape.pieces) * sizeof(Wide);
-    Wide *partial = static_cast<Wide *>(pyops_workspace(bytes));              // (outputs, pieces)
-    if (!partial) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld bytes", who, LL(bytes));
-    Space again = kept, pieces;
-    pieces.add({shape.pieces, {1}});
-    int64_t below = shape.pieces;
-    for (int d = kept.n - 1; d >= 0; below *= kept.axis[d--].size) again.axis[d].stride[1] = below;
-    Launches launches;
-    launches << reduce_once<Op, Wide>(partial, x, kept, reduced, shape, false, stream)
-             << reduce_once<Again, Out>(y, partial, again, pieces, reduce_shape(outputs, shape.pieces, true), add, stream);
-    return pyops_launched(who, launches.error, stream);
+    Wide *partial = nullptr;
+    unsigned *tickets = nullptr;
+    if (shape.pieces > 1) {                             // then there are at most MANY_BLOCKS / 2 blocks of outputs
+        const size_t bytes = static_cast<size_t>(outputs * shape.pieces) * sizeof(Wide);
+        partial = static_cast<Wide *>(pyops_workspace(bytes)), tickets = pyops_tickets();
+        if (!partial || !tickets) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld bytes", who, LL(bytes));
+    }
+    const bool is_short = fits_int32(outputs) && fits_int32(terms);
+    const auto launch = is_short ? launch_reduce<Op, Again, uint32_t, Out, X> : launch_reduce<Op, Again, uint64_t, Out, X>;
+    return pyops_launched(who, launch(y, x, kept, reduced, shape, add, partial, tickets, stream), stream);
 }
