@@ -169,13 +169,11 @@ class Contest:
         return turn, lambda outputs: dict(words=[column.tolist() for tokens in outputs for column in tokens.T])
 
     def _model(self, config, folder, compute):
-        """Return our model with the initial weights, in a compute type; '': float32."""
+        """Return our model with the initial weights, in a compute type as pyops.load creates it; '': float32."""
         import dataclasses
-        Model = self.ours()[1]
-        if compute in ('', 'float32'):
-            return Model(config)
+
         from pyops.compute import Compute
-        model = Model(dataclasses.replace(config, ops=Compute(compute)))
+        model = self.ours()[1](dataclasses.replace(config, ops=Compute(compute or 'float32')))
         with np.load(folder / 'weights.npz') as weights:
             model.config.ops.pack(model.params, weights)
         return model

@@ -1,8 +1,8 @@
-/* compact.c - weights of linear layers in int8 or bfloat16, for inference: packing, products, rows as embeddings.
+/* compact.c - weights of linear layers in int8, bfloat16 or packed float32, for inference: packing, products, embeddings.
  *
  * A layer is packed once.  INT8: groups of PYOPS_GROUP rows (kernels/int8_body.inc), which a product with one row of x reads
- * from beginning to end, then for each row the start of its sums, its scale and its bias.  BF16: the packed operand of gemm.c
- * for each PYOPS_COMPACT_COLUMNS rows, then the biases.
+ * from beginning to end, then for each row the start of its sums, its scale and its bias.  BF16 and FLOAT32: for each
+ * PYOPS_COMPACT_COLUMNS rows the packed operand of gemm.c, then the biases.
  */
 #include <float.h>
 #include <math.h>
@@ -17,11 +17,19 @@ static const float LEAST = 1e-30f;      /* smaller rows become 0: the factor 127
 
 typedef struct { int64_t start, scales, bias, total; } layout;      /* panels come first */
 
-static int64_t steps_of(int64_t I, int32_t format) { return format == PYOPS_COMPACT_INT8 ? (I + 3) / 4 : (I + 1) / 2; }
+/* Floats of a packed row. */
+static int64_t steps_of(int64_t I, int32_t format) {
+    return format == PYOPS_COMPACT_INT8 ? (I + 3) / 4 : format == PYOPS_COMPACT_BF16 ? (I + 1) / 2 : I;
+}
+
+/* The table of a format, whatever the precision is. */
+static const pyops_kernels *table_of(int32_t format) {
+    return format == PYOPS_COMPACT_INT8 ? pyops_active() : format == PYOPS_COMPACT_BF16 ? pyops_in_bf16() : pyops_in_float32();
+}
 
 static layout lay_out(int64_t O, int64_t I, int32_t format) {
     const int is_int8 = format == PYOPS_COMPACT_INT8;
-    const int64_t rows = pyops_round_up(O, is_int8 ? GROUP : pyops_in_bf16()->NR);
+    const int64_t rows = pyops_round_up(O, is_int8 ? GROUP : table_of(format)->NR);
     layout l = {.start = steps_of(I, format) * rows};
     l.scales = l.start + (is_int8 ? rows : 0);
     l.bias = l.scales + (is_int8 ? rows : 0);
@@ -30,8 +38,8 @@ static layout lay_out(int64_t O, int64_t I, int32_t format) {
 }
 
 pyops_status pyops_compact_check(const char *who, int64_t R, int64_t O, int64_t I, int32_t format) {
-    PYOPS_REQUIRE(format == PYOPS_COMPACT_INT8 || format == PYOPS_COMPACT_BF16, "%s: format=%d, expected 0 (int8) or 1 (bf16)",
-                  who, format);
+    PYOPS_REQUIRE(format >= PYOPS_COMPACT_INT8 && format <= PYOPS_COMPACT_FLOAT32,
+                  "%s: format=%d, expected 0 (int8), 1 (bf16) or 2 (float32)", who, format);
     PYOPS_REQUIRE(R >= 0 && O >= 1 && I >= 1, "%s: R=%lld O=%lld I=%lld, expected R of at least 0, O and I of at least 1", who,
                   LL(R), LL(O), LL(I));
     PYOPS_REQUIRE(format != PYOPS_COMPACT_INT8 || I <= LONGEST, "%s: I=%lld, expected at most %d in int8", who, LL(I), LONGEST);
@@ -96,7 +104,7 @@ pyops_status pyops_compact_weight(float *compact, const float *weight, const flo
     #pragma omp parallel for schedule(static) if (O * I > PYOPS_SHARE_FLOATS)
     for (int64_t o = 0; o < O; o += CHUNK) {
         const int64_t n = pyops_min(CHUNK, O - o);
-        pyops_pack_b(pyops_in_bf16(), compact + o * steps, (pyops_view){weight + o * I, 1, I}, I, n, 0, n);
+        pyops_pack_b(table_of(format), compact + o * steps, (pyops_view){weight + o * I, 1, I}, I, n, 0, n);
     }
     return PYOPS_OK;
 }
@@ -109,7 +117,7 @@ int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format) {
 pyops_compact pyops_compact_call(const float *compact, const float *x, float *work, int64_t R, int64_t O, int64_t I,
                                  int32_t format) {
     const int64_t steps = steps_of(I, format);
-    return (pyops_compact){.k = format == PYOPS_COMPACT_INT8 ? pyops_active() : pyops_in_bf16(),
+    return (pyops_compact){.k = table_of(format),
                            .O = O,
                            .I = I,
                            .steps = steps,
@@ -126,7 +134,7 @@ void pyops_compact_round(const pyops_compact *c, int64_t from, int64_t to) {
         c->x_scales[r] = round_row(c->k, c->bytes + 4 * r * c->steps, c->x + r * c->I, c->I, 4 * c->steps);
 }
 
-enum { EDGE = 32 };                     /* rows of a group with fewer than GROUP columns that are computed at once */
+enum { EDGE = 32, PART = 192 }; /* rows of a group with fewer than GROUP columns, and rows, that are computed at once */
 
 size_t pyops_compact_scratch(const pyops_compact *c) {
     return c->format == PYOPS_COMPACT_INT8 ? EDGE * GROUP : pyops_product_scratch(c->k);
@@ -135,7 +143,7 @@ size_t pyops_compact_scratch(const pyops_compact *c) {
 void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_t first, int64_t rows, int64_t from, int64_t n,
                            int flags, float *scratch) {
     const layout l = lay_out(c->O, c->I, c->format);
-    if (c->format == PYOPS_COMPACT_BF16) {
+    if (c->format != PYOPS_COMPACT_INT8) {
         const pyops_view x = {c->x + first * c->I, c->I, 1};
         for (int64_t o = from; o < from + n; o += CHUNK) {
             const int64_t some = pyops_min(CHUNK, from + n - o);
@@ -176,22 +184,34 @@ pyops_status pyops_compact_linear(float *y, const float *x, const float *compact
     if (status) return status;
     const pyops_compact c = pyops_compact_call(compact, x, work, R, O, I, format);
     const int is_large = R * O * I > 2 * PYOPS_SHARE_FMAS || O * I > 2 * PYOPS_SHARE_FLOATS;
-    const int64_t columns = format == PYOPS_COMPACT_INT8 ? GROUP : CHUNK;
+    const int64_t threads = omp_get_max_threads(), columns = format == PYOPS_COMPACT_INT8 ? GROUP : CHUNK;
+    /* Parts of the rows.  INT8: each group of columns reads all rows of a part, so they must fit in L2.  Otherwise: a chunk of
+     * columns is too wide to give each thread one, so threads share the rows. */
+    const int64_t most = format == PYOPS_COMPACT_INT8 ? (R + PART - 1) / PART : pyops_min(threads, R / PYOPS_FEW_ROWS);
+    const int64_t parts = pyops_max(1, most);
     const int flags = (accumulate ? PYOPS_ADD : 0) | (relu ? PYOPS_RELU : 0);
     int failed = 0;
-    if (!is_large || omp_get_max_threads() == 1) {
+    if (!is_large || threads == 1) {
         float *scratch = pyops_scratch_or_fail(pyops_compact_scratch(&c), &failed);
-        pyops_compact_round(&c, 0, R);
-        if (scratch) pyops_compact_columns(&c, y, O, 0, R, 0, O, flags, scratch);
+        for (int64_t part = 0; part < parts && scratch; part++) {
+            const int64_t first = R * part / parts, rows = R * (part + 1) / parts - first;
+            pyops_compact_round(&c, first, first + rows);
+            pyops_compact_columns(&c, y + first * O, O, first, rows, 0, O, flags, scratch);
+        }
     } else {
         #pragma omp parallel
         {
             float *scratch = pyops_scratch_or_fail(pyops_compact_scratch(&c), &failed);
             #pragma omp for schedule(static)
             for (int64_t r = 0; r < R; r++) pyops_compact_round(&c, r, r + 1);
-            #pragma omp for schedule(static)
-            for (int64_t o = 0; o < O; o += columns)
-                if (scratch) pyops_compact_columns(&c, y + o, O, 0, R, o, pyops_min(columns, O - o), flags, scratch);
+            #pragma omp for schedule(static) collapse(2)
+            for (int64_t part = 0; part < parts; part++)
+                for (int64_t o = 0; o < O; o += columns) {
+                    const int64_t first = R * part / parts, rows = R * (part + 1) / parts - first;
+                    if (scratch)
+                        pyops_compact_columns(&c, y + first * O + o, O, first, rows, o, pyops_min(columns, O - o), flags,
+                                              scratch);
+                }
         }
     }
     return failed
@@ -207,7 +227,7 @@ pyops_status pyops_compact_embedding(float *y, const float *compact, const int32
     if (!status) status = pyops_check_ids("compact_embedding", ids, R, O);
     if (status) return status;
     const layout l = lay_out(O, I, format);
-    const int64_t steps = steps_of(I, format), NR = pyops_in_bf16()->NR;
+    const int64_t steps = steps_of(I, format), NR = table_of(format)->NR;
     #pragma omp parallel for schedule(static) if (R * I > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++) {
         const int64_t o = ids[r];
@@ -220,10 +240,14 @@ pyops_status pyops_compact_embedding(float *y, const float *compact, const int32
         }
         const int64_t chunk = o / CHUNK * CHUNK, padded = pyops_round_up(pyops_min(CHUNK, O - chunk), NR), j = o - chunk;
         for (int64_t i = 0; i < I; i++) {
-            const int64_t block = i / PYOPS_KC * PYOPS_KC, length = (pyops_min(PYOPS_KC, I - block) + 1) / 2;
-            const float *const pairs = compact + chunk * steps + block / 2 * padded + j / NR * NR * length;
+            const int64_t block = i / PYOPS_KC * PYOPS_KC, length = steps_of(pyops_min(PYOPS_KC, I - block), format);
+            const float *const panel = compact + chunk * steps + steps_of(block, format) * padded + j / NR * NR * length;
+            if (format == PYOPS_COMPACT_FLOAT32) {
+                y_r[i] = panel[(i - block) * NR + j % NR];
+                continue;
+            }
             uint32_t pair;
-            memcpy(&pair, pairs + (i - block) / 2 * NR + j % NR, sizeof pair);
+            memcpy(&pair, panel + (i - block) / 2 * NR + j % NR, sizeof pair);
             pair = i % 2 ? pair & UINT32_C(0xFFFF0000) : pair << 16;
             memcpy(y_r + i, &pair, sizeof pair);
         }

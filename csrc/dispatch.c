@@ -114,6 +114,7 @@ static int32_t precision;                               /* as in pyops_set_preci
 __attribute__((constructor)) static void init_kernels(void) { choose(); }
 const pyops_kernels *pyops_active(void) { return &tables[__atomic_load_n(&precision, __ATOMIC_RELAXED) != 0]; }
 
+const pyops_kernels *pyops_in_float32(void) { return &tables[0]; }
 const pyops_kernels *pyops_in_bf16(void) { return &tables[1]; }
 
 pyops_status pyops_set_precision(int32_t wanted) {

@@ -248,7 +248,7 @@ typedef struct {
 #include "kernels/kernels.inc"
 #undef KERNEL
 const pyops_kernels *pyops_active(void);
-const pyops_kernels *pyops_in_bf16(void);           /* the table for products in bfloat16, whatever the precision is */
+const pyops_kernels *pyops_in_float32(void), *pyops_in_bf16(void);  /* the tables of a type, whatever the precision is */
 
 /* int8_group with the instructions of VNNI, or NULL if the compiler has none. */
 typedef void pyops_int8_kernel(float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R,
@@ -422,7 +422,7 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
 /* ---- compact weights: csrc/compact.c ---- */
 typedef struct {
     const pyops_kernels *k;
-    int64_t O, I, steps;                /* steps: groups of 4 or 2 terms of a sum */
+    int64_t O, I, steps;                /* steps: floats of a packed row */
     int32_t format;
     const float *compact, *x;
     uint8_t *bytes;                     /* INT8: x rounded, (R,4 steps), and the scales of its rows */

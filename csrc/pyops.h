@@ -793,7 +793,7 @@ PYOPS_API pyops_status pyops_linear_topk(
     float *work, int64_t R, int64_t D, int64_t V, int64_t k, void *stream);
 PYOPS_API int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_t k);
 
-/* ---- compact weights: a linear layer in int8 or bfloat16, for inference.  CPU library only ---------------------------
+/* ---- compact weights: a linear layer in int8, bfloat16 or packed float32, for inference.  CPU library only -----------
  * compact_weight     pack weight and bias, once; the functions below read `compact`.  bias NULL: zeros
  * compact_linear     y[r,o] = sum_i x[r,i] weight[o,i] + bias[o];  accumulate: plus y[r,o];  relu: then max(y, 0)
  * compact_embedding  y[r,:] = weight[ids[r],:], as it is packed
@@ -804,8 +804,9 @@ PYOPS_API int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_
  * BF16: weight and x are rounded to bfloat16, to nearest, ties to even; sums are float32.
  * x (R,I)   weight (O,I)   bias (O)   y (R,O)   ids (R) int32 in [0,O)   compact_embedding: y (R,I)
  * compact_topk: index, logp (R,k), 1 <= k <= PYOPS_TOPK, k <= O   INT8: I <= 131072
+ * FLOAT32: nothing is rounded.  pyops_gemm returns the same bits, but packs the weight in each call.
  */
-typedef enum { PYOPS_COMPACT_INT8 = 0, PYOPS_COMPACT_BF16 } pyops_compact_format;
+typedef enum { PYOPS_COMPACT_INT8 = 0, PYOPS_COMPACT_BF16, PYOPS_COMPACT_FLOAT32 } pyops_compact_format;
 PYOPS_API pyops_status pyops_compact_weight(
     float *compact, const float *weight, const float *bias, int64_t O, int64_t I, int32_t format, void *stream);
 PYOPS_API int64_t pyops_compact_weight_work(int64_t O, int64_t I, int32_t format);          /* the floats of `compact` */

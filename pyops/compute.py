@@ -1,7 +1,7 @@
-"""The compute type of inference: float32, or weights in int8 or bfloat16 (docs/compact.md).
+"""The compute type of inference: packed float32, or weights in int8 or bfloat16 (docs/compact.md).
 
     model = Transformer(Config(..., ops=Compute('int8')), seed=None)
-    model.config.ops.pack(tensors)
+    model.config.ops.pack(model.params, tensors)
 """
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyops import ops
-from pyops.backend import current_device
+from pyops.backend import HOST, current_device
 from pyops.errors import UserError
-from pyops.ops.compact import CLASSES, CompactWeight
+from pyops.ops.compact import CLASSES, PACKED, CompactWeight
 
 if TYPE_CHECKING:
     from pyops.params import Parameter, Parameters
 
 
 class Compute:
-    """A replacement for pyops.ops from which a model creates its layers, for inference only.   format: 'int8' or 'bf16'
+    """A replacement for pyops.ops from which a model creates its layers, for inference only.
+
+    format      'int8', 'bf16' or 'float32'
+    rounds      whether the weights are rounded.  If they are not, a model returns the same bits as with pyops.ops and keeps its
+                parameters; after changing them, call pack() again
 
     Ops with products take compact weights, which pack() fills; all other ops come from pyops.ops.
     """
     is_compact = True
 
     def __init__(self, format: str) -> None:
-        self.format = format
+        self.format, self.rounds = format, format != 'float32'
+        self._classes = CLASSES if self.rounds else PACKED
         self._weights: dict[tuple[Any, ...], CompactWeight] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in CLASSES:
+        if name not in self._classes:
             return getattr(ops, name)
-        return lambda *arguments, **named: CLASSES[name](*arguments, **named, family=self)
+        return lambda *arguments, **named: self._classes[name](*arguments, **named, family=self)
 
     def weight(self, weight: Parameter, bias: Parameter | None = None, part: slice | None = None) -> CompactWeight:
         """Return the CompactWeight of (a part of) a parameter: one for all layers that share it."""
@@ -62,15 +67,25 @@ class Compute:
         """The bytes of all compact weights."""
         return sum(found.nbytes for found in self._weights.values())
 
-    def pack(self, params: Parameters, tensors: Mapping[str, np.ndarray]) -> None:
-        """Pack {name of a parameter: values}, and drop these parameters from params, which have no values."""
+    def pack(self, params: Parameters, tensors: Mapping[str, np.ndarray] | None = None) -> None:
+        """Pack {name of a parameter: values}, by default the values of params.
+
+        If the weights are rounded, drop their parameters from params: the layers do not read them.
+        """
+        tensors = params.arrays() if tensors is None else tensors
         for weight in self._weights.values():
             weight.pack(tensors)
-        params.drop(self.names)
+        if self.rounds:
+            params.drop(self.names)
 
 
-def family(name: str, quant: str) -> Compute:
-    """Return the family of a compute type.   UserError if the device or the recipe of quantization rules it out"""
+def family(name: str, quant: str) -> Compute | None:
+    """Return the family of a compute type.  None for float32 on a GPU, and with products that round their factors.
+
+    UserError if the device or the recipe of quantization rules the type out
+    """
+    if name == 'float32':
+        return Compute(name) if current_device().is_host and quant == 'none' and HOST.precision == 'fp32' else None
     if not current_device().is_host:
         raise UserError(f'compute type {name}: runs on the CPU only; give --compute float32, or run on the CPU with -g 0')
     if quant != 'none':

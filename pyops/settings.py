@@ -63,9 +63,9 @@ def configure(Config, settings, *sizes):
     """Return Config(*sizes, ...), a dataclass, with the settings that it has fields for.  UserError if they contradict."""
     from pyops import quantization
     fields = [field.name for field in dataclasses.fields(Config)]
-    if (compute := settings.get('compute', 'float32')) != 'float32':
+    ops = None
+    if compute := settings.get('compute'):              # of a translator; training runs have none
         from pyops.compute import family
         ops = family(compute, settings.get('quant', 'none'))
-    else:
-        ops = quantization.family_of(settings)
-    return Config(*sizes, **{name: settings[name] for name in fields if name in settings}, ops=ops)
+    return Config(*sizes, **{name: settings[name] for name in fields if name in settings},
+                  ops=ops or quantization.family_of(settings))

@@ -133,6 +133,11 @@ def is_compact(config):
     return getattr(config.ops, 'is_compact', False)
 
 
+def adds_in_place(config):
+    """Return whether the last product of a sublayer adds its result to the residual sum: with rounded weights."""
+    return is_compact(config) and config.ops.rounds
+
+
 def has_step(attention):
     """Return whether Attention.step can be used, which copies no keys: on the CPU, without rounded operands."""
     return backend.current_device().is_host and type(attention) is ops.Attention
@@ -295,7 +300,7 @@ class Sublayer:
 
     post-norm, as first published      y = norm(x + dropout(f(x)))
     pre-norm                           x = x + dropout(f(n));  n = norm(x), the input of the next sublayer: a Sum to a Sum
-                                       with compact weights, f adds to x in place
+                                       with rounded weights (pyops.compute), f adds to x in place
 
     following: the prefix of the next sublayer, whose norm a pre-norm sublayer computes
     """
@@ -304,7 +309,7 @@ class Sublayer:
         self.pre_norm, name = config.pre_norm, f'{prefix}.residual'
         norm = norm_of(params, following if config.pre_norm else prefix)
         self.residual = ResidualNorm(*norm, config.dropout, key(params.seed, name), residual=name)
-        self.norm = LayerNorm(*norm) if config.pre_norm and is_compact(config) else None
+        self.norm = LayerNorm(*norm) if config.pre_norm and adds_in_place(config) else None
 
     def forward(self, x, f, step):
         """Return y and ctx.  f(n) returns a branch and its ctx;  f(n, x) adds the branch to x, and returns x and the ctx."""

@@ -1,4 +1,4 @@
-"""Ops for inference with weights in int8 or bfloat16.  They have no backward; docs/compact.md has the formulas.
+"""Ops for inference with weights in int8, bfloat16 or packed float32.  They have no backward; docs/compact.md has the formulas.
 
 A CompactWeight is packed from the tensors of a checkpoint, and the float32 weight is then not needed.  pyops.compute creates
 the ops, in place of the ones in pyops.ops.
@@ -17,6 +17,7 @@ from pyops.ops.activation import GELU, SiLU
 from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.gru_rounded import AFTER, BEFORE_1, BEFORE_2
 from pyops.ops.join import ConcatContext
+from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.packed import pad_rows, unpad_rows
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pyops.params import Parameter
     from pyops.typing import Array
 
-FORMATS = 'int8', 'bf16'        # of pyops_compact_format
+FORMATS = 'int8', 'bf16', 'float32'         # of pyops_compact_format
 
 
 class CompactWeight:
@@ -36,7 +37,7 @@ class CompactWeight:
 
     int8   a row w is q s: integers q = rint(w 127 / max |w|) and the scale s = max |w| / 127
     bf16   each element rounded to the nearest, ties to even
-    The same rounding applies to the rows of x, in each call.
+    The same rounding applies to the rows of x, in each call.  float32 rounds nothing: the weight is only packed, once
     """
 
     def __init__(self, names: Sequence[str], shape: tuple[int, int], format: str, biases: Sequence[str] = (),
@@ -185,6 +186,18 @@ class CompactLinearCrossEntropy:
         return self.compact.topk(x, k, self.name)
 
 
+class PackedLinearCrossEntropy(LinearCrossEntropy):
+    """LinearCrossEntropy whose topk() reads a packed float32 weight, with the same result."""
+
+    def __init__(self, weight: Parameter, bias: Parameter, ignore: int = -1, smoothing: float = 0.0,
+                 name: str | None = None, *, family: Compute) -> None:
+        super().__init__(weight, bias, ignore, smoothing, name)
+        self.compact = family.weight(weight, bias)
+
+    def topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        return self.compact.topk(x, k, self.name)
+
+
 class CompactGRU:
     """GRU with compact weights.   x (T, B, I) or packed (N, I) -> h (T, B, H) or (N, H);  ctx.last (B, H) with rows"""
 
@@ -244,6 +257,10 @@ class CompactEmbeddingGRU(CompactGRU):
         return self.recur(self.ih.linear(x, f'{self.name}.ih.y'), h0, rows, reverse, len(ids))
 
 
+# {name of an op in pyops.ops: its replacement}.  PACKED is for float32, with the same bits: embeddings read single rows, and a
+# GRU packs its weights once for all steps of a sequence, so it has neither.
+PACKED = {'Linear': CompactLinear, 'Projections': CompactProjections, 'FeedForward': CompactFeedForward,
+          'LinearCrossEntropy': PackedLinearCrossEntropy}
 CLASSES = {'Linear': CompactLinear, 'Projections': CompactProjections, 'FeedForward': CompactFeedForward,
            'EmbeddingPositions': CompactEmbeddingPositions, 'GRU': CompactGRU, 'EmbeddingGRU': CompactEmbeddingGRU,
            'LinearCrossEntropy': CompactLinearCrossEntropy}

@@ -87,16 +87,25 @@ def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translat
     program = state.get('program') if isinstance(state, dict) else None
     if program not in PROGRAMS:
         raise UserError(f'{found.path}: a checkpoint of {program}; expected one of {" or ".join(PROGRAMS)}')
-    settings = state['settings'] | {name: value for name, value in replaced.items() if value is not None}
+    settings = {'compute': 'float32'} | state['settings'] | {
+        name: value for name, value in replaced.items() if value is not None}
     vocabularies = restore(state['vocabularies'])
     model = importlib.import_module(f'{program}.translate').build(settings, *map(len, vocabularies))
     rounding = model.config.ops.check() if settings.get('quant', 'none') != 'none' else None
-    packs, tensors = settings.get('compute', 'float32') != 'float32', found.tensors or {}
-    fit.restore(model.params, None, tensors, found.path, model.config.ops.names if packs else ())
-    if packs:
+    rounds, tensors = settings['compute'] != 'float32', found.tensors or {}
+    fit.restore(model.params, None, tensors, found.path, model.config.ops.names if rounds else ())
+    if rounds:
         model.config.ops.pack(model.params, {name.removeprefix('parameter/'): tensor for name, tensor in tensors.items()})
+    else:
+        _pack(model)
     source, target = vocabularies
     return Translator(model, source, target, found.path, state, found.warnings, rounding)
+
+
+def _pack(model: Any) -> None:
+    """Pack the parameters of a model for the compute type float32; without effect if its layers read them unpacked."""
+    if getattr(model.config.ops, 'is_compact', False) and not model.config.ops.rounds:
+        model.config.ops.pack(model.params)
 
 
 class Translator:
@@ -235,6 +244,7 @@ class Translator:
         with _DEVICE:
             self._decoders.clear()
 
+            _pack(self.model)
     # ---- search --------------------------------------------------------------------------------------------------------
 
     def search(self, beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,

@@ -1,4 +1,5 @@
-"""Weights in int8 and bfloat16 for inference: products against exact integers, embeddings, the largest logits, models."""
+"""Weights in int8, bfloat16 and packed float32 for inference: products against exact integers and the unpacked product,
+embeddings, the largest logits, models."""
 import hashlib
 import os
 import subprocess
@@ -14,7 +15,8 @@ from small_models import make_seq2seq, make_transformer, pairs
 from pyops import backend
 from pyops.backend import launch, work_size
 from pyops.compute import Compute
-from pyops.ops.compact import CompactWeight
+from pyops.ops.compact import FORMATS, CompactWeight
+from pyops.text.decoding import BeamDecoder, Search
 from pyops.text.pairs import Sequences
 from seq2seq.model import Config as Seq2SeqConfig
 from seq2seq.model import Seq2Seq
@@ -105,7 +107,31 @@ def test_a_product_in_bfloat16_is_that_of_rounded_factors(R, O, I):
     assert np.allclose(packed(weight, bias, 'bf16').linear(x, 'y', into=before.copy()), before + y, atol=1e-5)
 
 
-@pytest.mark.parametrize('format', ['int8', 'bf16'])
+@pytest.mark.parametrize('R,O,I', SIZES)
+def test_a_product_in_packed_float32_has_the_bits_of_the_unpacked_product(R, O, I):
+    x, weight, bias, want = normal(R, I), normal(O, I, seed=1), normal(O, seed=2), np.empty((R, O), np.float32)
+    for given in (bias, None):
+        layer = packed(weight, given, 'float32')
+        for relu in (False, True):
+            backend.gemm(want, x, weight.T, given, relu=relu)
+            assert layer.linear(x, 'y', relu=relu).tobytes() == want.tobytes()
+    y = normal(R, O, seed=3)
+    want = y + layer.linear(x, 'y')
+    assert layer.linear(x, 'y', into=y) is y and np.allclose(y, want, atol=1e-5)
+
+
+def test_packed_float32_ignores_the_precision_of_products():
+    x, layer = normal(20, 40), packed(normal(50, 40, seed=1), None, 'float32')
+    want = layer.linear(x, 'y')
+    try:
+        backend.HOST.precision = 'bf16'
+        assert layer.linear(x, 'y').tobytes() == want.tobytes()
+        assert packed(normal(50, 40, seed=1), None, 'float32').values.tobytes() == layer.values.tobytes()
+    finally:
+        backend.HOST.precision = 'fp32'
+
+
+@pytest.mark.parametrize('format', FORMATS)
 def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(format):
     x, weight = normal(150, 300), normal(1300, 300, seed=1)
     layer, before = packed(weight, normal(1300, seed=2), format), backend.threads()
@@ -125,7 +151,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(format):
         backend.set_threads(before)
 
 
-@pytest.mark.parametrize('format', ['int8', 'bf16'])
+@pytest.mark.parametrize('format', FORMATS)
 def test_nothing_beyond_the_result_is_written(format):
     guard, weight = np.float32(7.5), normal(70, 9)
     memory = np.full(100 + 3 * 70 + 100, guard)
@@ -152,9 +178,10 @@ def test_an_embedding_is_a_row_of_the_rounded_weight(V, E):
     want = scales[:, None] * q.astype('f')
     assert (packed(weight, None, 'int8').rows(ids, 'y') == want[ids]).all()
     assert (packed(weight, None, 'bf16').rows(ids, 'y') == to_bf16(weight)[ids]).all()
+    assert (packed(weight, None, 'float32').rows(ids, 'y') == weight[ids]).all()
 
 
-@pytest.mark.parametrize('format', ['int8', 'bf16'])
+@pytest.mark.parametrize('format', FORMATS)
 @pytest.mark.parametrize('R,V,D,k', [(1, 1, 3, 1), (3, 70, 20, 5), (140, 1300, 33, 32)])
 def test_the_largest_logits_are_those_of_the_product(R, V, D, k, format):
     x, layer = normal(R, D), packed(normal(V, D, seed=1), normal(V, seed=2), format)
@@ -213,7 +240,7 @@ def test_the_fastest_instructions_for_int8_are_used():
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('sizes,text', [
-    ((3, 4, 2), r'format=2, expected 0 \(int8\) or 1 \(bf16\)'), ((0, 4, 0), 'O=0 I=4, expected .* at least 1'),
+    ((3, 4, 3), r'format=3, expected 0 \(int8\), 1 \(bf16\) or 2 \(float32\)'), ((0, 4, 0), 'O=0 I=4, expected .* at least 1'),
     ((1, 131073, 0), 'I=131073, expected at most 131072 in int8')])
 def test_impossible_sizes_are_refused(sizes, text):
     O, I, format = sizes
@@ -244,7 +271,7 @@ def compact(plain, Model, Config_, format):
     family = Compute(format)
     model = Model(Config_(**{**vars(plain.config), 'ops': family}), seed=None)
     tensors = {name: value.copy() for name, value in plain.params.arrays().items()}
-    kept = set(tensors) - family.names
+    kept = set(tensors) - (family.names if family.rounds else set())
     for name in kept:
         model.params[name].value[...] = tensors[name]
     family.pack(model.params, tensors)
@@ -276,6 +303,20 @@ def test_a_compact_model_is_near_the_model_in_float32(name, format, share):
     loss, ctx = model.output.forward(h, labels)
     assert abs(float(loss[0]) - float(plain.output.forward(want, labels, gradients=False)[0][0])) < share
     assert int(ctx.valid[0]) == (labels != 0).sum()
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_packed_model_has_the_bits_of_the_model_in_float32(name):
+    make, *classes = MODELS[name]
+    plain, (_, data) = make(), pairs()
+    model, source = compact(plain, *classes, 'float32'), Sequences.of([data.source[row] for row in range(20)], 6)
+    target = Sequences.of([np.arange(4, 4 + n, dtype=np.int32) for n in np.arange(20) % 6 + 1], 6)
+    assert model.forced(source, target)[0].tobytes() == plain.forced(source, target)[0].tobytes()
+    assert model.translate(source).tobytes() == plain.translate(source).tobytes()
+    search = Search(6, 3, 2)
+    for one, other in zip(BeamDecoder(model, search)(source), BeamDecoder(plain, search)(source), strict=True):
+        assert [(found.tokens.tolist(), found.score) for found in one] == [
+            (found.tokens.tolist(), found.score) for found in other]
 
 
 @pytest.mark.parametrize('name', MODELS)

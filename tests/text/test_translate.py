@@ -358,6 +358,25 @@ def test_a_compact_model_translates_nearly_as_in_float32_and_the_same_in_every_b
 
 
 @on_the_cpu
+def test_a_translator_in_float32_packs_its_weights_and_reset_packs_them_again(kept, monkeypatch):
+    folder, texts = kept
+    model = pyops.load(folder)
+    monkeypatch.setattr('pyops.compute.family', lambda *_: None)
+    plain = pyops.load(folder)
+    assert model.model.config.ops.nbytes > 0 and plain.model.config.ops is pyops.ops
+
+    def found():
+        results = [[one.translate(texts, beam=1), one.translations(texts[:30], beam=3)] for one in (model, plain)]
+        assert results[0] == results[1]
+        return results[0]
+    before = found()
+    for one in model, plain:
+        one.model.params['output.weight'].value[5:] *= -1
+        one.reset()
+    assert found() != before
+
+
+@on_the_cpu
 def test_a_compute_type_that_is_unknown_or_impossible_is_one_line(kept, monkeypatch):
     folder, _ = kept
     with pytest.raises(UserError, match='^compute: expected float32, bf16 or int8, got fp8$'):
