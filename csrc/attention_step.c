@@ -18,11 +18,13 @@ pyops_status pyops_attention_step(float *y, const float *q, const float *k, cons
         LL(R), LL(W), LL(M), LL(T));
     PYOPS_REQUIRE(!offsets || (B >= 1 && R % B == 0), "attention_step: R=%lld B=%lld with offsets, expected R a multiple of B",
                   LL(R), LL(B));
+    PYOPS_REQUIRE(!offsets || index || B == W, "attention_step: B=%lld W=%lld with offsets, expected B=W without an index",
+                  LL(B), LL(W));
     pyops_status status = check_attention_rows("attention_step", "ldq", ldq, heads, C);
     if (!status) status = check_attention_rows("attention_step", "ldk", ldk, heads, C);
     if (status) return status;
-    if (offsets) status = pyops_check_offsets("attention_step", "offsets", offsets, T, B, -1);
-    else status = pyops_check_ids("attention_step", index, M * R, W);
+    if (offsets) status = pyops_check_offsets("attention_step", "offsets", offsets, T, W, -1);
+    if (!status && index) status = pyops_check_ids("attention_step", index, offsets ? B : M * R, W);
     if (status) return status;
     const pyops_kernels *kernels = pyops_active();
     const int64_t D = heads * C;
@@ -30,15 +32,15 @@ pyops_status pyops_attention_step(float *y, const float *q, const float *k, cons
     int failed = 0;
     #pragma omp parallel if (R * T * D > PYOPS_SHARE_FMAS / 8)
     {
-        float *const scratch = pyops_scratch_or_fail((size_t)(3 * T), &failed);
+        float *const scratch = pyops_scratch_or_fail((size_t)(3 * T + PYOPS_LANES), &failed);
         int64_t *const at = (int64_t *)scratch;
         #pragma omp for schedule(static)
         for (int64_t r = 0; r < R; r++) {
             if (!scratch) continue;
             int64_t n = T;
             if (offsets) {
-                const int64_t first = offsets[r % B];
-                n = offsets[r % B + 1] - first;
+                const int64_t b = index ? index[r % B] : r % B, first = offsets[b];
+                n = offsets[b + 1] - first;
                 for (int64_t s = 0; s < n; s++) at[s] = (first + s) * ldk;
             } else {
                 for (int64_t s = 0; s < T; s++) at[s] = (s * W + (s < M ? index[s * R + r] : r)) * ldk;

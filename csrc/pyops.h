@@ -679,10 +679,12 @@ PYOPS_API pyops_status pyops_attention_backward(
  * attention_step   y[r,:] of the query q[r,:], as in attention_forward.
  *                  offsets NULL: over T keys of an array with W rows per token.  Key s is row index[s,r] of token s for s < M, and
  *                  else row r
- *                  offsets (B+1): over the keys of sequence r % B, rows offsets[r % B] to offsets[r % B + 1] - 1, at most T
+ *                  offsets (W+1): over the keys of sequence b, rows offsets[b] to offsets[b + 1] - 1, at most T, where b is
+ *                  index[r % B], or r % B if index is NULL and B = W
  * follow_parents   index[s,r] = before[s,parents[r]] for s < M, else parents[r]: the rows of the T tokens of each hypothesis, if
  *                  hypothesis r continues hypothesis parents[r] of N
- * q, y (R,heads*C)   k, v (T,W,heads*C), or with offsets (rows,heads*C)   attention_step: index (M,R) int32, M <= T
+ * q, y (R,heads*C)   k, v (T,W,heads*C), or with offsets (rows,heads*C)   attention_step: index (M,R) int32 in [0,W), M <= T,
+ * or with offsets (B)
  * Rows of q are ldq floats apart, rows of k and of v ldk; rows of y are contiguous.
  * follow_parents: index (T,R), before (M,N) int32, parents (R) int32 in [0,N)
  */
@@ -802,9 +804,9 @@ PYOPS_API int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_
  * likewise in each call.  y = float(sum of q_x q_w) (s_x s_w) + bias, rounded after each operation.  The sum is exact, so the
  * bits do not depend on the instruction set.  A row with NaN or infinity gives NaN; one without |w| >= 1e-30 gives 0.
  * BF16: weight and x are rounded to bfloat16, to nearest, ties to even; sums are float32.
+ * FLOAT32: nothing is rounded.  pyops_gemm returns the same bits, but packs the weight in each call.
  * x (R,I)   weight (O,I)   bias (O)   y (R,O)   ids (R) int32 in [0,O)   compact_embedding: y (R,I)
  * compact_topk: index, logp (R,k), 1 <= k <= PYOPS_TOPK, k <= O   INT8: I <= 131072
- * FLOAT32: nothing is rounded.  pyops_gemm returns the same bits, but packs the weight in each call.
  */
 typedef enum { PYOPS_COMPACT_INT8 = 0, PYOPS_COMPACT_BF16, PYOPS_COMPACT_FLOAT32 } pyops_compact_format;
 PYOPS_API pyops_status pyops_compact_weight(

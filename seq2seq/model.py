@@ -162,9 +162,13 @@ class DeepGRU:
 
 
 class Memory(NamedTuple):
-    """The states of the top encoder layer, (N, H), and where the sentences are in them."""
+    """The states of the top encoder layer, (N, H), and where the sentences are in them.
+
+    sources (R,) int32: the sentence of each hypothesis; None: hypothesis r belongs to sentence r % B
+    """
     states: Any
     rows: Packed
+    sources: Any = None
 
 
 class SourceAttention:
@@ -180,11 +184,17 @@ class SourceAttention:
         self.residual = Residual(config.dropout, key(params.seed, 'attention.dropout'), 'attention.residual')
         self.one = backend.put(np.ones(1, np.float32))
 
+    @property
+    def has_step(self):
+        """Whether Attention.step can be used: on the CPU, without rounded operands."""
+        return backend.current_device().is_host and type(self.attention) is ops.Attention
+
     def forward(self, h, memory, rows=None, step=None):
-        """Return y and ctx.  h, y (N, H) of packed rows;  rows None: (R, H), rows b, B + b, ... are queries of sentence b."""
+        """Return y and ctx.  h, y (N, H) of packed rows;  rows None: (R, H), row r is a query of sentence memory.sources[r], or
+        r % B."""
         q, c1 = self.query.forward(h)
-        if rows is None and backend.current_device().is_host and type(self.attention) is ops.Attention:
-            c = self.attention.step(q, memory.states, memory.states, rows=memory.rows)
+        if rows is None and self.has_step:
+            c = self.attention.step(q, memory.states, memory.states, index=memory.sources, rows=memory.rows)
             o, c3 = self.output.forward(c)
             y, c4 = self.residual.forward(h, o)
             return y, (c1, None, c3, c4)
@@ -206,7 +216,7 @@ class SourceAttention:
 
 
 class State(NamedTuple):
-    """What the decoder needs for the next token of R hypotheses of B sentences; row r belongs to sentence r % B."""
+    """What the decoder needs for the next token of R hypotheses of B sentences."""
     context: Any            # (R, H), None with attention
     states: list            # h (R, H) of each layer
     memory: Memory | None   # of the B sentences, with attention
@@ -292,26 +302,26 @@ class Seq2Seq:
         h, last, _ = self.encoder.forward(source.ids, rows=source.rows)
         return State(None, last, Memory(h, source.rows)) if self.attention else State(last[-1], last, None)
 
-    def next(self, word, state, parents=None):
+    def next(self, word, state, parents=None, sources=None):
         """Decode one token.  word (R,) int32: the previous tokens.  Return h (R, H) for the output layer, and the next state.
 
         parents (R,) int32: row r continues row parents[r] of the state; None: row r.
+        sources (R,) int32: row r belongs to sentence sources[r]; requires free_rows.  None: to the same sentence as before, in
+        the first step to r % B, where R is a multiple of the number of sentences B.
         """
         state = state if parents is None else self._rows(state, parents)
+        if sources is not None and state.memory is not None:
+            state = state._replace(memory=state.memory._replace(sources=sources))
         h, states, _ = self.decoder.forward(word[None], state.context, state.states)
         h = h[0]
         if self.attention:
             h, _ = self.attention.forward(h, state.memory)
         return h, state._replace(states=states)
 
-    def keep(self, state, sentences):
-        """Return a state without the other sentences, for a call of next() with parents, which selects the hypotheses."""
-        if state.memory is None:
-            return state
-        offsets = backend.get(state.memory.rows.offsets)
-        parts = [np.arange(offsets[b], offsets[b + 1], dtype=np.int32) for b in sentences]
-        kept = Packed(backend.put(np.cumsum([0, *map(len, parts)], dtype=np.int32)), state.memory.rows.longest)
-        return state._replace(memory=Memory(_gathered(state.memory.states, backend.put(np.concatenate(parts))), kept))
+    @property
+    def free_rows(self):
+        """Whether next() takes sources: on the CPU, unless attention rounds its operands."""
+        return backend.current_device().is_host and (self.attention is None or self.attention.has_step)
 
     @staticmethod
     def _rows(state, rows):

@@ -261,11 +261,18 @@ class MultiHeadAttention:
         widths = [3 * self.D] if self.is_compact else [self.D] * 2
         return tuple(backend.empty((T, W, width), name='decoder.cache') for width in widths)
 
-    def of_memory(self, memory):
-        """Return the arrays with the keys and values of another memory (M, D)."""
+    def empty_memory(self, N):
+        """Return arrays for the keys and values of another memory, (N, D)."""
+        widths = [2 * self.D] if self.is_compact else [self.D] * 2
+        return tuple(backend.empty((N, width), name='decoder.cache.source') for width in widths)
+
+    def of_memory(self, memory, out):
+        """Compute the keys and values of another memory (N, D) in `out`, from empty_memory()."""
         if self.is_compact:
-            return (self.kv.product(memory),)
-        return self.k.forward(memory)[0], self.v.forward(memory)[0]
+            self.kv.product(memory, out=out[0])
+        else:
+            for layer, array in zip((self.k, self.v), out, strict=True):
+                layer.forward(memory, out=array)
 
     def append(self, x, tokens, t):
         """Compute the keys and values of token t, x (R, D), in `tokens`.   Return the queries (R, D)."""
@@ -393,13 +400,6 @@ class Cache(NamedTuple):
                 backend.copy(new[s, :before], old[s])
         return self._replace(tokens=wider)
 
-    def kept(self, rows):
-        """Return a Cache with these rows of the source's keys and values."""
-        kept = tuple(backend.empty((len(rows), array.shape[1]), name='decoder.cache.source') for array in self.source)
-        for new, old in zip(kept, self.source, strict=True):
-            backend.gather_rows(new[None], old[None], rows)
-        return self._replace(source=kept)
-
 
 class DecoderBlock:
     def __init__(self, params, prefix, config, following):
@@ -423,9 +423,13 @@ class DecoderBlock:
             dx, ctx.pop(), lambda db, c, into: self.cross_attention.backward(db, c, into, dmemory))
         return self.first.backward(dx, ctx.pop(), self.self_attention.backward)
 
-    def start(self, memory, sentences, num_steps):
-        """Return a Cache for num_steps tokens: source keys and values computed, target keys and values empty."""
-        return Cache(self.self_attention.empty_tokens(num_steps, sentences), self.cross_attention.of_memory(memory))
+    def reserve(self, rows, tokens, num_steps):
+        """Return an empty Cache for num_steps tokens of so many hypotheses, and for so many source tokens."""
+        return Cache(self.self_attention.empty_tokens(num_steps, rows), self.cross_attention.empty_memory(tokens))
+
+    def start(self, memory, cache):
+        """Compute the keys and values of the source (N, D) in a Cache."""
+        self.cross_attention.of_memory(memory, tuple(array[:len(memory)] for array in cache.source))
 
     def next(self, x, cache, state):
         """Return the block's output for x (R, D) or a Sum, token state.t of the target; its keys and values are added to the
@@ -449,7 +453,7 @@ class DecoderBlock:
             attention = self.cross_attention
             q, (k, v) = attention.q.forward(n)[0], attention.keys_and_values(cache.source)
             if has_step(attention.attention):
-                a = attention.attention.step(q, k, v, rows=rows)
+                a = attention.attention.step(q, k, v, index=state.sources, rows=rows)
             else:
                 queries = q.reshape(-1, rows.sentences, q.shape[1])
                 a = attention.attention.forward(queries, k, v, k_rows=rows)[0].reshape(q.shape)
@@ -530,12 +534,23 @@ class Stack:
 
 class State(NamedTuple):
     """Decoder state: number of tokens decoded, one Cache per block, the Packed rows of the sources, the number of hypotheses,
-    and the rows of the caches that hold their tokens (see Attention.step)."""
+    the rows of the caches that hold their tokens, and the sentence of each hypothesis, (R,) int32, None for r % B (see
+    Attention.step)."""
     t: int
     caches: list[Cache]
     memory_rows: Packed
     hypotheses: int
     index: np.ndarray | None = None
+    sources: np.ndarray | None = None
+
+    def part(self, t, hypotheses, followed, sentences):
+        """Return the State for token t in the memory of this one, see Transformer.reserve.
+
+        followed: the tokens whose rows are in the index;  sentences: the number of sentences
+        """
+        index = self.index.reshape(-1)[:followed * hypotheses].reshape(followed, hypotheses)
+        rows = self.memory_rows._replace(offsets=self.memory_rows.offsets[:sentences + 1])
+        return State(t, self.caches, rows, hypotheses, index, self.sources[:hypotheses])
 
 
 class Transformer:
@@ -557,6 +572,7 @@ class Transformer:
         self.output = config.ops.LinearCrossEntropy(p['embedding.weight' if config.tied else 'output.weight'], p['output.bias'],
                                                     PAD, config.smoothing, 'output')
         self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
+        self._reserved = None, (0, 0, 0)                     # of reserve()
 
     def forward(self, batch, step=None, gradients=True, dloss=None):
         """Return the loss and ctx.  step (1,) int64: number of the dropout masks, None for no dropout.
@@ -614,41 +630,66 @@ class Transformer:
         return Decoder(self, num_steps or self.config.num_steps)
 
     @backend.float32_activations()      # beam search and the caches copy states as float32
-    def start(self, source):
-        """Encode source, Sequences.  Return the State before the first token."""
+    def start(self, source, reserved=None):
+        """Encode source, Sequences.  Return the State before the first token, in a State from reserve() if it is given."""
         memory, _ = self.encoder.forward(source)
-        caches = [block.start(memory, source.rows.sentences, self.config.num_steps) for block in self.decoder.blocks]
-        return State(0, caches, source.rows, source.rows.sentences)
+        B = source.rows.sentences
+        if reserved is None:
+            caches = [block.reserve(B, len(memory), self.config.num_steps) for block in self.decoder.blocks]
+            state = State(0, caches, source.rows, B)
+        else:
+            state = reserved.part(0, B, 0, B)
+            state.memory_rows.offsets[...], state.sources[...] = source.rows.offsets, np.arange(B)
+        for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
+            block.start(memory, cache)
+        return state
+
+    def reserve(self, rows, tokens, sentences, longest):
+        """Return a State with room for searches of at most so many hypotheses, source tokens and sentences of at most `longest`
+        tokens; and its room (rows, tokens, sentences).  Requires free_rows.
+
+        All searches get the same object until one needs more room.  Their keys and values stay in its memory, where plans read
+        them.
+        """
+        need, (state, room) = (rows, tokens, sentences), self._reserved
+        if state is None or longest != state.memory_rows.longest or any(n > has for n, has in zip(need, room, strict=True)):
+            rows, tokens, sentences = room = tuple(max(n + n // 4 + 8, has) for n, has in zip(need, room, strict=True))
+            steps = self.config.num_steps
+            offsets, index, sources = (backend.zeros(n, np.int32) for n in (sentences + 1, steps * rows, rows))
+            caches = [block.reserve(rows, tokens, steps) for block in self.decoder.blocks]
+            self._reserved = State(0, caches, Packed(offsets, longest), rows, index, sources), room
+        return self._reserved
 
     @backend.float32_activations()
-    def next(self, word, state, parents=None):
+    def next(self, word, state, parents=None, sources=None):
         """Decode one token.  word (R,) int32: the previous tokens.  Return h (R, D) for the output layer, and the next State.
 
         Only this token's row is computed; earlier keys and values are in the caches.
-        parents (R,) int32: row r continues row parents[r] of the state; R is a multiple of the number of sentences B, and row r
-        belongs to sentence r % B.  None: row r continues row r, and the caches are updated in place.
+        parents (R,) int32: row r continues row parents[r] of the state.  None: row r continues row r, and the caches are
+        updated in place.
+        sources (R,) int32: row r belongs to sentence sources[r]; requires free_rows.  None: to the same sentence as before, in
+        the first step to r % B, where R is a multiple of the number of sentences B.
         """
         if parents is not None:
-            state = self._follow(state, parents)
+            state = self.follow(state, parents)
+        if sources is not None:
+            state = state._replace(sources=sources)
         x, _ = self.decoder.enter(word, first=state.t)
         for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
             x = block.next(x, cache, state)
         return self.decoder.leave(x), state._replace(t=state.t + 1)
 
-    def _follow(self, state, parents):
+    def follow(self, state, parents):
         """Return the State in which hypothesis r continues hypothesis parents[r]."""
         t, R, caches = state.t, len(parents), state.caches
-        if all(has_step(block.self_attention.attention) for block in self.decoder.blocks):
+        if self.free_rows:
             return state._replace(caches=[cache.widened(R, t) for cache in caches], hypotheses=R,
                                   index=follow_parents(state.index, parents, t, state.hypotheses, 'decoder.index'))
         return state._replace(caches=[cache.reordered(parents, t) for cache in caches], hypotheses=R)
 
-    def keep(self, state, sentences):
-        """Return a State without the other sentences, for a call of next() with parents.  sentences (B',) int32 in host memory,
-        ascending."""
-        offsets, rows = backend.get(state.memory_rows.offsets), state.memory_rows
-        kept = [np.arange(offsets[b], offsets[b + 1], dtype=np.int32) for b in sentences]
-        ends = np.concatenate([[0], np.cumsum([len(part) for part in kept])]).astype(np.int32)
-        kept = backend.put(np.concatenate(kept))
-        return state._replace(caches=[cache.kept(kept) for cache in state.caches],
-                              memory_rows=rows._replace(offsets=backend.put(ends)))
+    @property
+    def free_rows(self):
+        """Whether next() takes sources: all attention layers of the decoder have a step that reads keys by index, without
+        copies."""
+        return all(has_step(layer.attention) for block in self.decoder.blocks
+                   for layer in (block.self_attention, block.cross_attention))

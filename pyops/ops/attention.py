@@ -91,24 +91,27 @@ class Attention:
              rows: Packed | None = None) -> Array:
         """Return y (R, D) for a query of each hypothesis, q (R, D), without dropout; for inference on the CPU.
 
-        rows: the keys and values k, v (N, D) are packed, and hypothesis r attends to sequence r % sentences
+        rows: the keys and values k, v (N, D) are packed, and hypothesis r attends to sequence b = r % sentences, or with
+        index (B,) int32 to sequence index[r % B]
         None: k, v are (T, W, D), W >= R, and hypothesis r attends to the first `tokens` tokens: row index[s, r] of token s if
         index (M, R) int32 has one, else row r.   follow_parents() returns an index
         q, k and v may be columns of larger arrays, k and v of arrays with equally many columns.
         """
         R, D = axes('q', q, 'R D')
         between = distances('', q.shape, k.shape, q, k, v)
-        C, M = D // self.heads, 0 if index is None else len(index)
+        C = D // self.heads
         if k.shape[-1] != D or k.ndim != (3 if rows is None else 2):
             raise ValueError(f'k: expected shape {("T", "W", D) if rows is None else ("N", D)}, got {k.shape}')
         if rows is not None:
-            sizes, offsets = (rows.longest, 0, 0, rows.sentences), rows.offsets
+            B, offsets = rows.sentences if index is None else len(index), rows.offsets
+            sizes, shape = (rows.longest, 0, rows.sentences, B), (B,)
         elif 1 <= tokens <= len(k):
-            sizes, offsets = (tokens, M, k.shape[1], 0), None
+            M, offsets = 0 if index is None else len(index), None
+            sizes, shape = (tokens, M, k.shape[1], 0), (M, R)
         else:
             raise ValueError(f'tokens: expected 1 to {len(k)}, got {tokens}')
         if index is not None:
-            check('index', index, (M, R), np.int32)
+            check('index', index, shape, np.int32)
         y = empty((R, D), name=f'{self.name}.y')
         launch('attention_step', y, q, k, v, index, offsets, R, *sizes, self.heads, C, *between)
         return y

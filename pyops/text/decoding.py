@@ -3,12 +3,17 @@
 A model provides
     start(source)                      the decoder state before the first token, of B sentences (Sequences) with one hypothesis
                                        each
-    next(word, state, parents=None)    h (R, D) of the next token of R hypotheses, and the next state; word (R,) int32 are the
-                                       previous tokens.  parents (R,) int32: row r continues row parents[r] of the state.  Row r
-                                       belongs to sentence r % B.  None: row r continues row r
-    keep(state, sentences)             the state without the other sentences, for a call of next() with parents
+    next(word, state, parents=None, sources=None)
+                                       h (R, D) of the next token of R hypotheses, and the next state; word (R,) int32 are the
+                                       previous tokens.  parents (R,) int32: row r continues row parents[r] of the state; None:
+                                       row r.  sources (R,) int32: row r belongs to sentence sources[r]; None: as in the state,
+                                       at first to sentence r % B
+    free_rows                          whether next() takes sources.  If not, R is a multiple of B
+    reserve(rows, tokens, sentences, longest), start(source, reserved), follow(state, parents)
+                                       optional: memory for the states of all searches, see _SizedSteps and transformer.model
     output.prepare(), output.predict(h, prepared), output.topk(h, k)        see LinearCrossEntropy
 """
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +21,12 @@ import numpy as np
 
 from pyops import backend, plan
 from pyops.errors import UserError
+from pyops.steps import SizedPlan
 from pyops.text.flags import LARGEST_BEAM, LARGEST_PENALTY, LENGTH_PENALTY
 from pyops.text.vocabulary import BOS, EOS, PAD
 
 REPEATS = 4             # copies of an n-gram in a row that end a hypothesis
-FEWEST = 4              # finished sentences that are dropped at once: the next steps are then without plans
+FEWEST = 4              # finished sentences for which a search leaves its plans: later steps then compute fewer rows
 
 
 def greedy(model, source, num_steps):
@@ -38,43 +44,51 @@ class Decoder:
     def __init__(self, model, num_steps):
         self.model, self.num_steps, self._prepared = model, num_steps, None
         self._plans = _PlansBySize(lambda source: _DecodePlans(self, source))
+        self._sized = _SizedSteps(model, self._predict, num_steps)
 
     def __call__(self, source):
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
         plans, B = self._plans.get(source), source.rows.sentences
-        tokens, rows = np.full((self.num_steps, B), PAD, np.int32), np.arange(B)
-        open_, word, state, parents = np.ones(B, bool), _begin(B), None, None
+        steps = None if plans else self._sized.start(source, B)
+        tokens, rows = np.full((self.num_steps, B), PAD, np.int32), np.arange(B, dtype=np.int32)
+        open_, word, parents, sources = np.ones(B, bool), _begin(B), None, None
         for t in range(self.num_steps):
             if plans:
                 word, state = plans.step(t)
             else:
-                word, state = self.next(word, state if t else self.model.start(source), parents)
-            found, parents = backend.get(word), None
+                word = steps.step(t, word, parents, sources)
+            found, parents, sources = backend.get(word), None, None
             tokens[t, rows[open_]] = found[open_]
             open_ &= found != EOS
             if not open_.any():
                 break
-            if (kept := _kept(open_)) is not None:
-                rows, open_, plans = rows[kept], open_[kept], None
-                state, word, parents = self.model.keep(state, kept), backend.put(found[kept]), backend.put(kept)
+            if _drops(self.model, open_, plans):
+                if plans:
+                    steps, plans = _Steps(self.model, self._predict, state), None
+                kept = np.flatnonzero(open_).astype(np.int32)
+                rows, open_ = rows[kept], open_[kept]
+                word, parents, sources = found[kept], kept, rows
         return tokens[:t + 1]
 
-    def next(self, word, state, parents=None):
+    def next(self, word, state):
         """Return the next token of each row, (R,) int32, and the state after it."""
-        h, state = self.model.next(word, state, parents)
-        return self.model.output.predict(h, self._prepared), state
+        h, state = self.model.next(word, state)
+        return self._predict(h), state
+
+    def _predict(self, h):
+        return self.model.output.predict(h, self._prepared)
 
 
-def _kept(is_open):
-    """Return the unfinished sentences, int32, if the others are no longer worth computing, else None.
+def _drops(model, is_open, plans):
+    """Return whether the rows of finished sentences are not computed from now on.
 
-    A GPU computes few rows in the time of many, and there the number of rows must not change: a product may divide a sum
-    according to it.
+    With plans, only if that saves more than the plans do.  Never on a GPU, which computes few rows in the time of many; there
+    a product may also divide its sums according to the number of rows.
     """
-    n = len(is_open) - is_open.sum()
-    drops = n >= FEWEST and 4 * n >= len(is_open) and backend.current_device().is_host
-    return np.flatnonzero(is_open).astype(np.int32) if drops else None
+    finished = len(is_open) - is_open.sum()
+    fewest = max(FEWEST, len(is_open) // 4) if plans else 1
+    return model.free_rows and finished >= fewest
 
 
 class _PlansBySize:
@@ -140,6 +154,84 @@ class _DecodePlans(_Input):
         return result
 
 
+class _Steps:
+    """The steps of a search, launched one kernel after the other.
+
+    results(h): arrays for h (R, D), the output of model.next();  state: after the last step, None before start()
+    """
+
+    def __init__(self, model, results, state=None):
+        self._model, self._results, self._state = model, results, state
+
+    def start(self, source):
+        self._state = self._model.start(source)
+        return self
+
+    def step(self, t, word, parents=None, sources=None):
+        """Return the results of step t; word, parents and sources as for model.next()."""
+        h, self._state = self._model.next(word, self._state, parents, sources)
+        return self._results(h)
+
+
+class _SizedSteps:
+    """The same by one plan for all searches, with any numbers of rows, sentences and source tokens: launching the kernels of a
+    step takes 0.5 ms in Python, a replay 0.03 ms.  It needs a model with reserve().
+
+    results: as for _Steps; an array, or a tuple of arrays;  num_steps: the largest number of steps
+    """
+    LEAST = 5               # steps: with fewer the sizes of a plan cannot be learned
+
+    def __init__(self, model, results, num_steps):
+        self._model, self._results, self._num_steps = model, results, num_steps
+        self._plan = self._state = None
+
+    def start(self, source, rows):
+        """Encode a source for a search of at most `rows` rows.  Return the object whose step() to call: this one, or _Steps if
+        the model or the source is not for a plan."""
+        tokens, B = len(source.ids), source.rows.sentences
+        if not (hasattr(self._model, 'reserve') and self._model.free_rows and self._num_steps >= self.LEAST
+                and tokens > _PlansBySize.LARGEST):
+            return _Steps(self._model, self._results).start(source)
+        state, room = self._model.reserve(rows, tokens, B, source.rows.longest)
+        if state is not self._state:
+            self._record(state, room)
+        self._model.start(source, state)
+        self._rows, self._sentences, self._followed = B, B, 0
+        return self
+
+    def _record(self, state, room):
+        word, capacity = backend.zeros(room[0], np.int32), (room[0], self._num_steps - 1, self._num_steps - 1, room[2])
+
+        def step(rows, t, followed, sentences):
+            h, _ = self._model.next(word[:rows], state.part(t, rows, followed, sentences))
+            return self._results(h)
+        with SizedPlan(run=False) as recorded:
+            recorded.results = step(*capacity)
+        recorded.learn_sizes(step, capacity)
+        self._plan, self._state, self._word = recorded, state, word
+
+    def step(self, t, word, parents=None, sources=None):
+        """As _Steps.step().  The results are valid until the next step."""
+        R = len(word)
+        if parents is not None:
+            before = self._state.part(t, self._rows, self._followed, self._sentences)
+            index = self._model.follow(before, parents).index
+            self._state.index[:index.size], self._followed = index.reshape(-1), t
+        if sources is not None:
+            self._state.sources[:R] = sources
+        self._word[:R], self._rows = word, R
+        self._plan.resize((R, t, self._followed, self._sentences))
+        self._plan.run()
+        found = self._plan.results
+        return tuple(_first(x, R) for x in found) if isinstance(found, tuple) else _first(found, R)
+
+
+def _first(array, rows):
+    """Return the first elements of a contiguous array as an array with so many rows."""
+    shape = rows, *array.shape[1:]
+    return array.reshape(-1)[:math.prod(shape)].reshape(shape)
+
+
 def _begin(sentences):
     return backend.put(np.full(sentences, BOS, np.int32))
 
@@ -189,39 +281,33 @@ class BeamDecoder:
     def __init__(self, model, search):
         self.model, self.search = model, search
         self._plans = _PlansBySize(lambda source: _BeamPlans(self, source))
+        self._sized = _SizedSteps(model, self.candidates, search.max_len)
         self._prepared = model.output.prepare() if search.beam == 1 else None
 
     def __call__(self, source):
-        return self._run(source, self._plans.get(source))
-
-    def _run(self, source, plans):
-        beams, state = Beams(self.search, source.rows.sentences), None
+        plans, B = self._plans.get(source), source.rows.sentences
+        steps = None if plans else self._sized.start(source, self.search.beam * B)
+        beams, rows = Beams(self.search, B), None
         for t in range(self.search.max_len):
             if plans:
                 (index, logp), state = plans.step(t, beams)
             elif t == 0:
-                (index, logp), state = self.first(source, _begin(source.rows.sentences))
+                index, logp = steps.step(t, _begin(B))
+            elif self.model.free_rows:
+                rows, *live = beams.live(rows)
+                index, logp = steps.step(t, *live)
             else:
-                (index, logp), state = self.later(backend.put(beams.word.ravel()), state, backend.put(beams.parents.ravel()))
-            beams.advance(backend.get(index), backend.get(logp))
+                index, logp = steps.step(t, backend.put(beams.word.ravel()), backend.put(beams.parents.ravel()))
+            beams.advance(backend.get(index), backend.get(logp), rows)
             if not beams.sentences:
                 break
-            if (kept := _kept(beams.open)) is not None:
-                beams.keep(kept)
-                state, plans = self.model.keep(state, kept), None
+            if _drops(self.model, beams.open, plans):
+                if plans:
+                    steps, plans = _Steps(self.model, self.candidates, state), None
+                beams.keep(np.flatnonzero(beams.open))
         return beams.results()
 
-    def first(self, source, word):
-        """Return the candidates of the first token, and the state after it."""
-        h, state = self.model.next(word, self.model.start(source))
-        return self._candidates(h), state
-
-    def later(self, word, state, parents):
-        """Return the candidates of the next token, and the state after it."""
-        h, state = self.model.next(word, state, parents)
-        return self._candidates(h), state
-
-    def _candidates(self, h):
+    def candidates(self, h):
         """Return the most likely tokens of each row, (R, k) int32, and their log probabilities (R, k)."""
         index, logp = self.model.output.topk(h, min(self.search.beam, self.model.config.target_size))
         if self.search.beam == 1:                   # as greedy decoding, also if the logits of two tokens round differently
@@ -245,9 +331,11 @@ class _BeamPlans(_Input):
         if t < len(self.plans):
             self.plans[t].run()
         else:
+            model = self.decoder.model
             with plan.Plan() as recorded:
-                candidates, state = (self.decoder.later(self.word, self.states[-1], self.parents) if t else
-                                     self.decoder.first(self.source, self.begin))
+                h, state = (model.next(self.word, self.states[-1], self.parents) if t else
+                            model.next(self.begin, model.start(self.source)))
+                candidates = self.decoder.candidates(h)
             self.plans.append(recorded)
             self.candidates.append(candidates)
             self.states.append(state)
@@ -274,6 +362,7 @@ class Beams:
         self.sums = np.zeros((1, B))                            # log probability of each hypothesis; NaN: an unused place
         self.tokens = np.zeros((0, 1, B), np.int32)             # (t, beam, B)
         self.places = np.full(B, search.beam)                   # those without a finished hypothesis
+        self.nth = np.full(B, np.nan)                           # nbest-th score of the finished that are not cut; NaN: fewer
         self.finished = [[] for _ in range(B)]                  # by sentence: (is_cut, -score, order, tokens)
 
     @property
@@ -281,41 +370,53 @@ class Beams:
         """The number of sentences that are not finished."""
         return int(self.open.sum())
 
-    def advance(self, index, logp):
-        """Add a token.  index (R, k) or (R,), logp (R, k): the candidates of each row of the last step, the best first."""
+    def live(self, rows=None):
+        """Return the places of the live hypotheses, indices into the raveled `word`, ascending; and for the next step their
+        word, parents and sources, (R,) int32 each.   rows: the places that the last step computed, None for all"""
+        places = np.flatnonzero(~np.isnan(self.sums) & self.open)
+        parents = self.parents.ravel()[places]
+        if rows is not None:
+            parents = np.searchsorted(rows, parents).astype(np.int32)
+        return places, self.word.ravel()[places], parents, self.ids[places % len(self.open)].astype(np.int32)
+
+    def advance(self, index, logp, rows=None):
+        """Add a token.  index (R, k) or (R,), logp (R, k): the candidates of each row of the last step, the best first.
+
+        rows: the places of these rows, from live();  None: all places
+        """
         W, B = self.sums.shape
         beam, k = self.search.beam, logp.shape[-1]
-        logp = np.where(np.isnan(logp), -np.inf, logp).astype(np.float64).reshape(W, B, k)
-        index = index.reshape(W, B, k)
+        index, logp = index.reshape(-1, k), np.where(np.isnan(logp), -np.inf, logp).astype(np.float64)
+        if rows is not None:                                    # the sums of all other places are NaN
+            index, logp = _spread(index, rows, W * B), _spread(logp, rows, W * B)
+        index, logp = index.reshape(W, B, k), logp.reshape(W, B, k)
         totals = (self.sums[:, :, None] + logp).transpose(1, 0, 2).reshape(B, W * k)
-        best = np.argsort(-totals, axis=1, kind='stable')[:, :beam]             # NaN comes last
-        sums = np.take_along_axis(totals, best, 1)
-        word = np.take_along_axis(index.transpose(1, 0, 2).reshape(B, W * k), best, 1)
+        best, rows = np.argsort(-totals, axis=1, kind='stable')[:, :beam], np.arange(B)[:, None]        # NaN comes last
+        sums, word = totals[rows, best], index.transpose(1, 0, 2).reshape(B, W * k)[rows, best]
         if best.shape[1] < beam:                                # fewer candidates than places
             missing = ((0, 0), (0, beam - best.shape[1]))
             best, word, sums = np.pad(best, missing), np.pad(word, missing), np.pad(sums, missing, constant_values=np.nan)
         parent = best // k                                      # (B, beam)
         live = ~np.isnan(sums) & (np.arange(beam) < self.places[:, None]) & self.open[:, None]
 
-        self.tokens = np.concatenate([np.take_along_axis(self.tokens, parent.T[None], 1), word.T[None]], dtype=np.int32)
+        self.tokens = np.concatenate([self.tokens[:, parent.T, np.arange(B)], word.T[None]], dtype=np.int32)
         self.t += 1
         is_cut = live & (word != EOS) & self._repeats().T
         ends = live & ((word == EOS) | is_cut | (self.t == self.search.max_len))
-        for b, i in zip(*np.nonzero(ends), strict=True):
-            finished = self.finished[self.ids[b]]
-            score = float(self.search.score(sums[b, i], self.t))
-            finished.append((bool(is_cut[b, i]), -score, len(finished), self.tokens[:self.t, i, b].copy()))
-        self.places -= ends.sum(1)
-        live &= ~ends
-
-        order = np.argsort(~live, axis=1, kind='stable')        # live hypotheses first
-        live, sums, word, parent = (np.take_along_axis(x, order, 1) for x in (live, sums, word, parent))
-        self.tokens = np.take_along_axis(self.tokens, order.T[None], 1)
+        if ends.any():
+            for b, i in np.argwhere(ends).tolist():
+                self._finish(b, sums[b, i], self.tokens[:, i, b].copy(), bool(is_cut[b, i]))
+            self.places -= ends.sum(1)
+            live &= ~ends
+            order = np.argsort(~live, axis=1, kind='stable')    # live hypotheses first, as they are if none has ended
+            live, sums, word, parent = (x[rows, order] for x in (live, sums, word, parent))
+            self.tokens = self.tokens[:, order.T, np.arange(B)]
         self.sums = np.where(live, sums, np.nan).T
         self.word = np.ascontiguousarray(np.where(live, word, PAD).T, np.int32)
-        self.parents = np.ascontiguousarray((np.where(live, parent, 0) * B + np.arange(B)[:, None]).T, np.int32)
-        for b in np.flatnonzero(self.open):
-            self.open[b] = live[b, 0] and not self._is_decided(self.finished[self.ids[b]], self.sums[0, b])
+        self.parents = np.ascontiguousarray((np.where(live, parent, 0) * B + rows).T, np.int32)
+        # No extension of a live hypothesis can exceed the nbest-th score: a sum of log probabilities never grows and is at most
+        # 0, so its score is largest if the sum does not change and is divided by the largest length.
+        self.open &= live[:, 0] & ~(self.nth >= self.search.score(self.sums[0], self.search.max_len))
 
     def _repeats(self):
         """Return (beam, B) bool: whether the tokens of a hypothesis end in REPEATS copies of an n-gram."""
@@ -325,18 +426,18 @@ class Beams:
             found |= (end == end[0]).all((0, 1))
         return found
 
-    def _is_decided(self, finished, largest):
-        """Whether no extension of a hypothesis with at most this log probability can exceed the nbest-th score.
-
-        A sum of log probabilities never grows, and is at most 0, so its score is largest if it stays as it is and is divided by
-        the largest length."""
+    def _finish(self, b, log_probability, tokens, is_cut):
+        """Add a finished hypothesis of sentence b, an index into `open`."""
+        finished, nbest = self.finished[self.ids[b]], self.search.nbest
+        finished.append((is_cut, -float(self.search.score(log_probability, self.t)), len(finished), tokens))
         scores = sorted(negative for is_cut, negative, *_ in finished if not is_cut)
-        nbest = self.search.nbest
-        return len(scores) >= nbest and -scores[nbest - 1] >= self.search.score(largest, self.search.max_len)
+        if len(scores) >= nbest:
+            self.nth[b] = -scores[nbest - 1]
 
     def keep(self, kept):
         """Drop all sentences but these, indices into `open`."""
-        self.ids, self.open, self.places, self.sums = self.ids[kept], self.open[kept], self.places[kept], self.sums[:, kept]
+        self.ids, self.open, self.places, self.nth = self.ids[kept], self.open[kept], self.places[kept], self.nth[kept]
+        self.sums = self.sums[:, kept]
         self.tokens, self.word = self.tokens[:, :, kept], np.ascontiguousarray(self.word[:, kept])
         self.parents = np.ascontiguousarray(self.parents[:, kept])
 
@@ -344,3 +445,10 @@ class Beams:
         """Return for each sentence its best Hypotheses; those that are cut come after all others."""
         return [[Hypothesis(tokens, -negative, is_cut) for is_cut, negative, _, tokens in sorted(
                  finished, key=lambda entry: entry[:3])[:self.search.nbest]] for finished in self.finished]
+
+
+def _spread(values, rows, count):
+    """Return (count, k) zeros with these rows set to values (R, k)."""
+    result = np.zeros((count, values.shape[1]), values.dtype)
+    result[rows] = values
+    return result

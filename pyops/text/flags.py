@@ -31,7 +31,10 @@ DEFAULTS_OF_BPE = dict(num_steps=64)
 SCHEDULES = 'inverse-root', 'linear', 'cosine'
 FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_out', 'ema'      # a resumed run keeps them
 BEAM = 5                                                        # --beam
-BATCH_SIZE = 64                                                 # sentences of a batch in translation
+BATCH_SIZE = 64                                                 # texts of a batch of the server, and of scores
+# Hypotheses of a batch in translation.  Each step costs about 0.5 ms in Python, as long as 30 rows, so more rows save time; the
+# keys and values of more rows do not fit in the cache.
+BATCH_ROWS = 320
 LENGTH_PENALTY = 1.0                                            # --length-penalty
 LARGEST_PENALTY = 100       # 1000 tokens to this power, the divisor of a score, are a finite float64
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
@@ -167,8 +170,9 @@ def serving_parser(program):
                        help='print a blank line for a line that is not UTF-8, with a warning (default: end with an error)')
     group.add_argument('--max-len', type=positive_int, metavar='N',
                        help='tokens of a translation, end mark included, at most (default: --num-steps of the training run)')
-    group.add_argument('-b', '--batch-size', type=positive_int, default=BATCH_SIZE, metavar='N',
-                       help='sentences per batch; sentences of similar length are translated together (default %(default)s)')
+    group.add_argument('-b', '--batch-size', type=positive_int, metavar='N',
+                       help='sentences per batch; sentences of similar length are translated together '
+                       f'(default: {BATCH_ROWS} divided by --beam)')
     group.add_argument('--alignments', action='store_true',
                        help='also print which source token each token attends to most, as SOURCE-OUTPUT pairs; with --json '
                        'all weights')

@@ -34,8 +34,8 @@ class Sequences(NamedTuple):
     def of(cls, sentences: Sequence[np.ndarray], longest: int) -> Sequences:
         """Place sentences, arrays of ids of at most `longest` tokens each, on the current device."""
         lengths = np.array([len(ids) for ids in sentences], np.int64)
-        positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        positions = np.arange(offsets[-1], dtype=np.int32) - np.repeat(offsets[:-1], lengths)
         ids, positions, offsets = map(backend.put, (np.concatenate(sentences).astype(np.int32), positions, offsets))
         return cls(ids, positions, Packed(offsets, longest))
 

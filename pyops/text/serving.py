@@ -77,12 +77,12 @@ def run(args, translator):
 def _translate_file(args, translator, file, name):
     from contextlib import nullcontext
 
-    from pyops.text.translator import WINDOW
+    from pyops.text.translator import WINDOW, texts_per_batch
     from pyops.training import Progress
     output = Output(translator, args)
     with nullcontext() if sys.stderr.isatty() and sys.stdout.isatty() else Progress(
             None, 'lines', label='translated ', file=sys.stderr, after=2.0, every=5.0) as progress:
-        for window in read_windows(file, name, WINDOW * args.batch_size, args.skip_bad):
+        for window in read_windows(file, name, WINDOW * texts_per_batch(args.batch_size, args.beam), args.skip_bad):
             if progress and output.number:
                 progress.update(output.number)
             output.write(window)

@@ -18,7 +18,7 @@ import numpy as np
 from pyops import COMPUTE_TYPES, backend, checkpoint, fit
 from pyops.errors import UserError
 from pyops.text.decoding import BeamDecoder, Search
-from pyops.text.flags import BATCH_SIZE, BEAM, LENGTH_PENALTY
+from pyops.text.flags import BATCH_ROWS, BATCH_SIZE, BEAM, LENGTH_PENALTY
 from pyops.text.pairs import Ragged, Sequences
 from pyops.text.tokenizer import Tokenizer, restore
 from pyops.text.vocabulary import BOS, PAD
@@ -137,72 +137,73 @@ class Translator:
     @overload
     def translate(          # type: ignore[overload-overlap]
             self, texts: str, beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int = ...) -> str: ...
+            max_len: int | None = ..., batch_size: int | None = ...) -> str: ...
     @overload
     def translate(          # type: ignore[overload-overlap]
             self, texts: Sequence[str], beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int = ...) -> list[str]: ...
+            max_len: int | None = ..., batch_size: int | None = ...) -> list[str]: ...
     @overload
     def translate(
             self, texts: Iterable[str], beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int = ...) -> Iterator[str]: ...
+            max_len: int | None = ..., batch_size: int | None = ...) -> Iterator[str]: ...
     @overload
     def translate(
             self, texts: Iterable[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int = ...) -> Any: ...
+            max_len: int | None = ..., batch_size: int | None = ...) -> Any: ...
 
     def translate(self, texts: Iterable[str], beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
-                  max_len: int | None = None, batch_size: int = BATCH_SIZE) -> Any:
+                  max_len: int | None = None, batch_size: int | None = None) -> Any:
         """Translate raw text by beam search (docs/beam_search.md).
 
         texts: a text -> its translation;  a list, or another Sequence -> the list of translations, in the same order;
-               another iterable, such as a generator or a file -> an iterator that reads WINDOW * batch_size texts ahead
+               another iterable, such as a generator or a file -> an iterator that reads WINDOW batches ahead
         nbest: if it is above 1, each result is a list of at most nbest translations, the best first
         beam=1: greedy decoding
         max_len: the largest number of tokens of a translation, end mark included; default and largest: num_steps
+        batch_size: texts that are translated together; default: BATCH_ROWS hypotheses, so BATCH_ROWS // beam texts
         A text without words has the translation ''; a longer text than the model reads is cut: see Translation.cut.
         On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
         UserError for a setting that is out of range; TypeError for a text that is not a str.
         """
-        search = self.search(beam, nbest, length_penalty, max_len)
+        search, size = self.search(beam, nbest, length_penalty, max_len), texts_per_batch(batch_size, beam)
 
         def window(some: list[str]) -> list[Any]:
             outputs = [[self.target_vocabulary.decode(ids) for ids, _ in found.outputs] or ['']
-                       for found in self._find(some, search, batch_size)]
+                       for found in self._find(some, search, size)]
             return outputs if nbest > 1 else [best for best, *_ in outputs]
-        return _map(window, texts, batch_size)
+        return _map(window, texts, size)
 
     @overload
     def translations(          # type: ignore[overload-overlap]
             self, texts: str, beam: int = ..., nbest: int = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int = ..., alignments: bool = ...,
+            max_len: int | None = ..., batch_size: int | None = ..., alignments: bool = ...,
             scores: bool = ...) -> list[Translation]: ...
     @overload
     def translations(          # type: ignore[overload-overlap]
             self, texts: Sequence[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int = ..., alignments: bool = ...,
+            max_len: int | None = ..., batch_size: int | None = ..., alignments: bool = ...,
             scores: bool = ...) -> list[list[Translation]]: ...
     @overload
     def translations(
             self, texts: Iterable[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int = ..., alignments: bool = ...,
+            max_len: int | None = ..., batch_size: int | None = ..., alignments: bool = ...,
             scores: bool = ...) -> Iterator[list[Translation]]: ...
 
     def translations(self, texts: Iterable[str], beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
-                     max_len: int | None = None, batch_size: int = BATCH_SIZE, alignments: bool = False,
+                     max_len: int | None = None, batch_size: int | None = None, alignments: bool = False,
                      scores: bool = True) -> Any:
         """Like translate(), but the result of each text is a list of at most nbest Translations, the best first.
 
         alignments: whether to compute Translation.alignment;  scores=False: with beam=1 it is faster, and the scores are None
         """
-        search = self.search(beam, nbest, length_penalty, max_len)
+        search, size = self.search(beam, nbest, length_penalty, max_len), texts_per_batch(batch_size, beam)
 
         def window(some: list[str]) -> list[list[Translation]]:
-            results = self._find(some, search, batch_size, scores)
+            results = self._find(some, search, size, scores)
             pairs = [(found.source, ids) for found in results for ids, _ in found.outputs]
-            weights = self._align(pairs, batch_size) if alignments else iter([None] * len(pairs))
+            weights = self._align(pairs, size) if alignments else iter([None] * len(pairs))
             return [self._described(found, weights, alignments) for found in results]
-        return _map(window, texts, batch_size)
+        return _map(window, texts, size)
 
     @overload
     def score(self, sources: str, targets: str, batch_size: int = ...) -> float: ...    # type: ignore[overload-overlap]
@@ -243,8 +244,8 @@ class Translator:
         """Drop what was prepared from the weights.  Call it when the model's weights have changed."""
         with _DEVICE:
             self._decoders.clear()
-
             _pack(self.model)
+
     # ---- search --------------------------------------------------------------------------------------------------------
 
     def search(self, beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
@@ -344,6 +345,13 @@ class Translator:
         return iter(results)
 
 
+def texts_per_batch(batch_size: int | None, beam: int) -> int:
+    """Return batch_size, or its default for this beam.   UserError if it is below 1"""
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f'batch_size: expected at least 1, got {batch_size}')
+    return max(1, BATCH_ROWS // beam) if batch_size is None else batch_size
+
+
 def _rows(batch_size: int) -> int:
     """Return the number of sentences in a batch.  On a GPU every batch has the same, because 64 sentences take the time of one
     and a plan has been recorded.  There the last bits of a score may depend on the batch: products divide a sum
@@ -353,8 +361,6 @@ def _rows(batch_size: int) -> int:
 
 def _map(window: Callable[[list[str]], list[T]], texts: Iterable[str], batch_size: int) -> T | list[T] | Iterator[T]:
     """Return window([text])[0] for a text, the list of all results for a Sequence, else an iterator."""
-    if batch_size < 1:
-        raise UserError(f'batch_size: expected at least 1, got {batch_size}')
     if isinstance(texts, str):
         return window([texts])[0]
     results = _windows(window, iter(texts), WINDOW * batch_size)

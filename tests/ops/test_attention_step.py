@@ -50,6 +50,15 @@ def test_a_hypothesis_attends_to_its_own_source(lengths):
     assert (y.reshape(beam, B, D)[:, np.array(lengths) == 0] == 0).all()
 
 
+def test_a_hypothesis_attends_to_the_source_that_an_index_names():
+    lengths, index, beam, D = [3, 5, 1, 7], np.array([3, 0], 'i'), 3, 24
+    starts, op = np.cumsum([0, *lengths], dtype=np.int32), Attention(2)
+    q, k, v = normal(beam * 2, D), normal(16, D, seed=1), normal(16, D, seed=2)
+    kept = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in index])
+    want = op.step(q, k[kept], v[kept], rows=Packed(np.array([0, 7, 10], 'i'), 7))
+    assert op.step(q, k, v, index=index, rows=Packed(starts, 7)).tobytes() == want.tobytes()
+
+
 def test_queries_keys_and_values_may_be_columns_of_one_array():
     all_three = normal(6, 5, 3 * 24)
     q, k, v = all_three[5, :, :24], all_three[..., 24:48], all_three[..., 48:]
@@ -102,6 +111,15 @@ def test_the_rows_of_a_hypothesis_follow_its_parents():
 def test_rows_out_of_range_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         Attention(1).step(normal(2, 8), normal(3, 2, 8), normal(3, 2, 8), *arguments)
+
+
+def test_sources_out_of_range_are_refused():
+    rows = Packed(np.array([0, 2, 3], 'i'), 2)
+    for index, text in ((np.array([0, 2], 'i'), r'attention_step: ids\[1\]=2, expected 0 to 1'),
+                        (np.zeros(3, 'i'), 'R=2 B=3 with offsets, expected R a multiple of B'),
+                        (np.zeros((1, 2), 'i'), r'index: expected shape \(1,\), got \(1, 2\)')):
+        with pytest.raises(ValueError, match=text):
+            Attention(1).step(normal(2, 8), normal(3, 8), normal(3, 8), index=index, rows=rows)
 
 
 def test_parents_out_of_range_are_refused():

@@ -62,6 +62,8 @@ def assert_same(found, want):
 class Tiny:
     """h = tanh(W h + embedding[word] + source embedding), logits = U h; in float64, and topk like LinearCrossEntropy."""
 
+    free_rows = not ON_GPU
+
     def __init__(self, V, seed, D=6, gain=3.0):
         rng = np.random.default_rng(seed)
         self.config, self.output = SimpleNamespace(target_size=V), self
@@ -72,14 +74,11 @@ class Tiny:
     def start(self, source):
         return self.source[get(source.ids)]
 
-    def next(self, word, state, parents=None):
+    def next(self, word, state, parents=None, sources=None):
         self.steps += 1
         h = state if parents is None else state[get(parents)]
         h = np.tanh(h @ self.W + self.embedding[get(word)])
         return h, h
-
-    def keep(self, state, sentences):
-        return state
 
     def prepare(self):
         return None
@@ -364,24 +363,46 @@ def test_2000_sentences_have_the_same_translations_in_any_batch(kind):
         translations_agree(translator, texts, **how)
 
 
-@on_the_cpu                     # a GPU computes all sentences to the end
-def test_sentences_that_have_ended_are_dropped_without_a_change(trained, monkeypatch):
+@on_the_cpu                     # a GPU computes all rows to the end
+@pytest.mark.parametrize('sentences', [40, 12])
+def test_rows_of_finished_hypotheses_are_not_computed_and_nothing_changes(trained, monkeypatch, sentences):
     translator, corpus = trained
-    source = source_of(translator, corpus, range(0, 512, 13))
-    search, sizes, advance = Search(9, 3, 2), [], Beams.advance
+    source = source_of(translator, corpus, range(0, 13 * sentences, 13))
+    model, sizes, predict, topk = translator.model, [], translator.model.output.predict, translator.model.output.topk
 
-    def counted(beams, index, logp):
-        sizes.append(len(beams.open))
-        return advance(beams, index, logp)
-    monkeypatch.setattr(Beams, 'advance', counted)
-    monkeypatch.setattr(decoding, '_kept', lambda is_open: None if is_open.all() else np.flatnonzero(is_open).astype('i'))
-    dropped, greedy = BeamDecoder(translator.model, search)(source), Decoder(translator.model, 9)(source)
-    assert len(set(sizes)) > 2
-    monkeypatch.setattr(decoding, '_kept', lambda is_open: None)
-    assert Decoder(translator.model, 9)(source).tolist() == greedy.tolist()
-    for one, other in zip(BeamDecoder(translator.model, search)(source), dropped, strict=True):
-        assert [found.tokens.tolist() for found in one] == [found.tokens.tolist() for found in other]
-        assert np.allclose([found.score for found in one], [found.score for found in other], rtol=1e-6)
+    def found():
+        sizes.clear()
+        beam, greedy = BeamDecoder(model, Search(9, 3, 2)), Decoder(model, 9)
+        return [([[(one.tokens.tolist(), one.score) for one in some] for some in beam(source)], greedy(source).tolist())
+                for _ in range(3)]                  # the second time plans are recorded and left, the third time replayed
+    monkeypatch.setattr(decoding._PlansBySize, 'LARGEST', 1000)
+    monkeypatch.setattr(model.output, 'predict', lambda h, prepared: sizes.append(len(h)) or predict(h, prepared))
+    monkeypatch.setattr(model.output, 'topk', lambda h, k: sizes.append(len(h)) or topk(h, k))
+    first, *others = found()
+    assert len(set(sizes)) > 6 and any(size % sentences for size in sizes)
+    monkeypatch.setattr(type(model), 'free_rows', False)
+    assert found() == [first, *others] and others == [first, first]
+    assert set(sizes) == {sentences, 3 * sentences}
+
+
+@on_the_cpu                     # on a GPU a plan has a fixed number of rows
+@pytest.mark.parametrize('beam', [1, 3])
+def test_one_plan_runs_the_steps_of_all_searches_and_is_recorded_again_for_more_rows(trained, monkeypatch, beam):
+    translator, corpus = trained
+    model, search, recorded, learn = translator.model, Search(9, beam), [], decoding.SizedPlan.learn_sizes
+    sources = [source_of(translator, corpus, np.arange(n) * 11 % 500) for n in (30, 32, 120, 35)]
+    assert all(len(source.ids) > decoding._PlansBySize.LARGEST for source in sources)
+    monkeypatch.setattr(model, '_reserved', (None, (0, 0, 0)), raising=False)
+    monkeypatch.setattr(decoding.SizedPlan, 'learn_sizes', lambda plan, *sizes: recorded.append(sizes) or learn(plan, *sizes))
+
+    def found(decode, greedy):
+        return [([[(one.tokens.tolist(), one.score) for one in some] for some in decode(source)], greedy(source).tolist())
+                for source in sources]
+    got = found(BeamDecoder(model, search), Decoder(model, 9))
+    assert len(recorded) == (0 if isinstance(model, Seq2Seq) else 4), 'each decoder records at first, and for 120 sentences'
+    monkeypatch.setattr(decoding, '_SizedSteps', lambda model, results, _: decoding._Steps(model, results))
+    monkeypatch.setattr(decoding._Steps, 'start', lambda steps, source, rows, start=decoding._Steps.start: start(steps, source))
+    assert found(BeamDecoder(model, search), Decoder(model, 9)) == got
 
 
 @on_the_cpu                     # a GPU copies
