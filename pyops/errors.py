@@ -42,7 +42,7 @@ class Interrupted(Exception):
 
 
 GRACE = 1.0             # seconds in which rank 0 reports an error that all ranks have
-FORWARDING = 0.3    # seconds for the launcher to forward the message: an abort discards what it has not read
+FORWARDING = 0.3        # seconds for the launcher to forward the message: an abort discards what it has not read
 abort_ranks: Callable[[int], object] | None = None      # abort_ranks(status) ends all ranks; pyops.distributed.init sets it
 
 
