@@ -29,6 +29,7 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
     for (int64_t j = 0; j < nc; j += NR) {
         const int64_t n = pyops_min(NR, nc - j), ld = n < NR ? NR : ldc;
         t.b = b + j * kc;
+        t.is_half = 2 * n <= NR;
         t.bias = bias ? bias + j : NULL;
         if (bias && n < NR) {
             for (int64_t l = 0; l < NR; l++) edge_bias[l] = l < n ? bias[j + l] : 0.0f;
@@ -160,6 +161,10 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
     return best;
 }
 
+static pyops_status no_memory(const pyops_kernels *k) {
+    return pyops_fail(PYOPS_NO_MEMORY, "gemm: no memory for %zu packed floats per thread", pyops_product_scratch(k));
+}
+
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M, int64_t N,
                                     int64_t K, int flags) {
     const pyops_kernels *k = pyops_active();
@@ -173,6 +178,11 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
     const int64_t columns = pyops_round_up((N + tn - 1) / tn, k->NR);
     int failed = 0;
+    if (threads == 1) { /* a parallel region costs more than a product of a few rows, even with one thread */
+        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
+        if (scratch && M && N) pyops_product(k, c, ldc, a, b, bias, M, N, K, flags, scratch);
+        return failed ? no_memory(k) : PYOPS_OK;
+    }
     #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t t = 0; t < threads; t++) {
         const int64_t i = M * (t / tn) / tm, rows = M * (t / tn + 1) / tm - i, j = t % tn * columns;
@@ -183,9 +193,7 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
                       (pyops_view){b.p + j * b.col, b.row, b.col}, bias ? bias + j : NULL, rows, pyops_min(columns, N - j), K,
                       flags, scratch);
     }
-    if (failed)
-        return pyops_fail(PYOPS_NO_MEMORY, "gemm: no memory for %zu packed floats per thread", pyops_product_scratch(k));
-    return PYOPS_OK;
+    return failed ? no_memory(k) : PYOPS_OK;
 }
 
 pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N, int64_t K,

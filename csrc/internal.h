@@ -206,6 +206,7 @@ typedef struct {
     int64_t ldc, ld_before;
     int64_t K, rows;                /* 1 <= rows <= MR */
     int relu;
+    int is_half;                    /* only the first NR / 2 columns are needed; float32's kernel then skips the others */
     /* Prefetched into L2, one cache line at each step of K: next, next + far, ...; if a_col is 1, it also advances by `jump`
      * floats after every PYOPS_RUN steps. */
     const float *next;
