@@ -1,23 +1,40 @@
 /* batch_norm.c - normalise channels to mean 0 and variance 1 over a batch, then scale and shift them.
  *
- * Rows of features: threads share columns, in blocks whose sums stay in L1 during the loop over rows.  Images: threads share
- * channels, whose positions are contiguous in each image.  A sum is computed from partial sums of
- * ROWS rows, so that a long batch loses no more digits than a short one.
+ * Rows of features and images of a few positions: threads share columns, in blocks whose sums stay in L1 during the loop over
+ * rows; the P columns of a channel are then added.  Larger images: threads share channels, whose positions are contiguous in
+ * each image.  A sum is computed from partial sums of ROWS rows, so that a long batch loses no more digits than a short one.
  */
 #include <math.h>
 #include "internal.h"
 
-enum { COLUMNS = 128, ROWS = 64 };
+enum { COLUMNS = 128, ROWS = 64, FEW_POSITIONS = 32 };
+
+/* ---- few positions: rows (R, C P).  Arrays of columns have P equal values for each channel. ---- */
+
+/* Replace each of the P values of a channel by their sum. */
+static void sum_positions(float *columns, int64_t n, int64_t P) {
+    for (int64_t c = 0; P > 1 && c < n; c += P) {
+        float sum = columns[c];
+        for (int64_t p = 1; p < P; p++) sum += columns[c + p];
+        for (int64_t p = 0; p < P; p++) columns[c + p] = sum;
+    }
+}
+
+static void spread(float *columns, const float *channels, int64_t n, int64_t P) {
+    for (int64_t i = 0; i < n; i++) columns[i] = channels[i / P];
+}
 
 /* Mean and variance (n) of x (R,n), rows ldx apart; the sum of the deviations corrects both, as in layer norm. */
-static void moments(const pyops_kernels *k, float *mean, float *variance, const float *x, int64_t R, int64_t n, int64_t ldx) {
+static void moments(const pyops_kernels *k, float *mean, float *variance, const float *x, int64_t R, int64_t n, int64_t ldx,
+                    int64_t P) {
     float sums[COLUMNS] = {0}, part[COLUMNS], squares[COLUMNS] = {0}, deviations[COLUMNS] = {0}, part_squares[COLUMNS];
-    const float share = 1.0f / (float)R;
+    const float share = 1.0f / (float)(R * P);
     for (int64_t r = 0; r < R; r += ROWS) {
         k->fill(part, n, 0.0f);
         for (int64_t i = r; i < pyops_min(r + ROWS, R); i++) k->add(part, x + i * ldx, n);
         k->add(sums, part, n);
     }
+    sum_positions(sums, n, P);
     k->scale(mean, sums, share, n);
     for (int64_t r = 0; r < R; r += ROWS) {
         k->fill(part, n, 0.0f);
@@ -26,6 +43,8 @@ static void moments(const pyops_kernels *k, float *mean, float *variance, const 
         k->add(deviations, part, n);
         k->add(squares, part_squares, n);
     }
+    sum_positions(deviations, n, P);
+    sum_positions(squares, n, P);
     for (int64_t c = 0; c < n; c++) {
         const float v = (squares[c] - deviations[c] * (deviations[c] * share)) * share;
         mean[c] += deviations[c] * share;
@@ -73,7 +92,7 @@ pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *runn
                   "batch_norm_forward: running_mean or running_var is NULL, expected both outside training");
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
-    for (int64_t c = 0; c < (P != 1 ? C : 0); c++) {
+    for (int64_t c = 0; c < (P > FEW_POSITIONS ? C : 0); c++) {
         float variance;
         if (training) {
             moments_of_channel(k, mean + c, &variance, x + c * P, R, P, C * P);
@@ -86,20 +105,25 @@ pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *runn
         for (int64_t r = 0; r < R; r++)
             k->channel_norm(y + (r * C + c) * P, x + (r * C + c) * P, mean[c], rstd[c] * weight[c], bias[c], P);
     }
-    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
-    for (int64_t c = 0; c < (P == 1 ? C : 0); c += COLUMNS) {
-        const int64_t n = pyops_min(COLUMNS, C - c);
-        float variance[COLUMNS];
-        if (training) {
-            moments(k, mean + c, variance, x + c, R, n, C);
-            run(running_mean ? running_mean + c : NULL, mean + c, momentum, 1.0f, n);
-            run(running_var ? running_var + c : NULL, variance, momentum, (float)R / (float)(R - 1), n);
-        } else {
-            for (int64_t i = 0; i < n; i++) mean[c + i] = running_mean[c + i], variance[i] = running_var[c + i];
+    const int64_t channels = pyops_max(COLUMNS / pyops_max(P, 1), 1);
+    #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
+    for (int64_t c = 0; c < (P <= FEW_POSITIONS ? C : 0); c += channels) {
+        const int64_t some = pyops_min(channels, C - c), n = some * P;
+        float center[COLUMNS], variance[COLUMNS], scale[COLUMNS], factor[COLUMNS], shift[COLUMNS];
+        if (training) moments(k, center, variance, x + c * P, R, n, C * P, P);
+        else spread(center, running_mean + c, n, P), spread(variance, running_var + c, n, P);
+        for (int64_t i = 0; i < n; i++) scale[i] = 1.0f / sqrtf(variance[i] + eps);
+        const float unbiased = (float)(R * P) / (float)(R * P - 1);
+        for (int64_t i = 0; training && i < some; i++) {
+            mean[c + i] = center[i * P], rstd[c + i] = scale[i * P];
+            run(running_mean ? running_mean + c + i : NULL, center + i * P, momentum, 1.0f, 1);
+            run(running_var ? running_var + c + i : NULL, variance + i * P, momentum, unbiased, 1);
         }
-        for (int64_t i = 0; i < n; i++) rstd[c + i] = 1.0f / sqrtf(variance[i] + eps);
+        for (int64_t i = c; !training && i < c + some; i++)
+            mean[i] = running_mean[i], rstd[i] = 1.0f / sqrtf(running_var[i] + eps);
+        spread(factor, weight + c, n, P), spread(shift, bias + c, n, P);
         for (int64_t r = 0; r < R; r++)
-            k->batch_norm(y + r * C + c, x + r * C + c, mean + c, rstd + c, weight + c, bias + c, n);
+            k->batch_norm(y + (r * C + c) * P, x + (r * C + c) * P, center, scale, factor, shift, n);
     }
     return PYOPS_OK;
 }
@@ -112,7 +136,7 @@ pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, 
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
-    for (int64_t c = 0; c < (P != 1 ? C : 0); c++) {
+    for (int64_t c = 0; c < (P > FEW_POSITIONS ? C : 0); c++) {
         double sum = 0.0, products = 0.0;
         for (int64_t r = 0; r < R; r++)
             for (int64_t p = 0; p < P; p += POSITIONS) {
@@ -131,26 +155,31 @@ pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, 
                                  (float)(products * share), P);
         }
     }
-    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
-    for (int64_t c = 0; c < (P == 1 ? C : 0); c += COLUMNS) {
-        const int64_t n = pyops_min(COLUMNS, C - c);
+    const int64_t channels = pyops_max(COLUMNS / pyops_max(P, 1), 1);
+    #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
+    for (int64_t c = 0; c < (P <= FEW_POSITIONS ? C : 0); c += channels) {
+        const int64_t some = pyops_min(channels, C - c), n = some * P;
         float sums[COLUMNS] = {0}, products[COLUMNS] = {0}, part[COLUMNS], part_products[COLUMNS];
+        float center[COLUMNS], scale[COLUMNS], factor[COLUMNS];
+        spread(center, mean + c, n, P), spread(scale, rstd + c, n, P), spread(factor, weight + c, n, P);
         for (int64_t r = 0; r < R; r += ROWS) {
             k->fill(part, n, 0.0f);
             k->fill(part_products, n, 0.0f);
             for (int64_t i = r; i < pyops_min(r + ROWS, R); i++)
-                k->add_normed(part, part_products, dy + i * C + c, x + i * C + c, mean + c, rstd + c, n);
+                k->add_normed(part, part_products, dy + (i * C + c) * P, x + (i * C + c) * P, center, scale, n);
             k->add(sums, part, n);
             k->add(products, part_products, n);
         }
-        k->add(dbias + c, sums, n);
-        k->add(dweight + c, products, n);
-        const float share = training ? 1.0f / (float)R : 0.0f;          /* running statistics are constants */
+        sum_positions(sums, n, P);
+        sum_positions(products, n, P);
+        for (int64_t i = 0; i < some; i++) dbias[c + i] += sums[i * P], dweight[c + i] += products[i * P];
+        const float share = training ? 1.0f / (float)(R * P) : 0.0f;    /* running statistics are constants */
         k->scale(sums, sums, share, n);
         k->scale(products, products, share, n);
-        for (int64_t r = 0; r < R; r++)
-            k->batch_norm_back(dx + r * C + c, dy + r * C + c, x + r * C + c, mean + c, rstd + c, weight + c, sums, products,
-                               n);
+        for (int64_t r = 0; r < R; r++) {
+            const int64_t at = (r * C + c) * P;
+            k->batch_norm_back(dx + at, dy + at, x + at, center, scale, factor, sums, products, n);
+        }
     }
     return PYOPS_OK;
 }
