@@ -178,6 +178,8 @@ typedef struct {
     ROW(void,   strided_unary_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_binary,       (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_binary_int32, (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_where,        (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_where_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_from_int32,   (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_to_int32,     (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_reduce,       (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \

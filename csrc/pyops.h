@@ -177,6 +177,7 @@ PYOPS_API pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy,
  *              and, or, xor: bit by bit; float: 1 or 0, of the truth values of a and b
  * scalar       y[i] = op(x[i], value), or op(value, x[i]) where reflected is 1
  * fill         y[i] = value
+ * where        y[i] = a[i] if condition[i] is not 0, else b[i]; copies the bits.  On the CPU only
  * from_int32   y[i] = (float)x[i];    to_int32: rounds towards 0; INT32_MIN if the value does not fit in int32
  * reduce       y[i] = op over all x[i,j]:  j runs over the axes along which y has stride 0.  y has elements; x may have none.
  *              sum: short partial sums in float, added in double;  int32: modulo 2^32.   max, min: NaN if any element is NaN
@@ -217,6 +218,12 @@ PYOPS_API pyops_status pyops_strided_from_int32(
     float *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
 PYOPS_API pyops_status pyops_strided_to_int32(
     int32_t *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
+PYOPS_API pyops_status pyops_strided_where(
+    float *y, const float *condition, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, void *stream);
+PYOPS_API pyops_status pyops_strided_where_int32(
+    int32_t *y, const int32_t *condition, const int32_t *a, const int32_t *b, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, void *stream);
 PYOPS_API pyops_status pyops_strided_reduce(
     float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
 PYOPS_API pyops_status pyops_strided_reduce_int32(
@@ -233,6 +240,9 @@ PYOPS_API pyops_status pyops_strided_unary_double(
 PYOPS_API pyops_status pyops_strided_binary_double(
     double *y, const double *a, const double *b, const int64_t *shape, const int64_t *strides,
     int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_strided_where_double(
+    double *y, const double *condition, const double *a, const double *b, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, void *stream);
 PYOPS_API pyops_status pyops_strided_double_from_float(
     double *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
 PYOPS_API pyops_status pyops_strided_double_from_int32(

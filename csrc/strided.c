@@ -10,7 +10,7 @@
 #include <string.h>
 #include "internal.h"
 
-enum { AXES = PYOPS_AXES, OPERANDS = 3, CHUNK = 16384, TILE_ROWS = 32, TILE_COLUMNS = 128 };
+enum { AXES = PYOPS_AXES, OPERANDS = 4, CHUNK = 16384, TILE_ROWS = 32, TILE_COLUMNS = 128 };
 /* Rows of fewer than SHORT elements are shorter than the call of a row function takes.  A block has about BLOCK elements, or
  * SHORT_ROWS short rows, which fit in L1 together with the skipped elements between them. */
 enum { SHORT = 16, BLOCK = 4096, SHORT_ROWS = 256 };
@@ -131,53 +131,78 @@ static void block(row_function *row, int op, int operands, void *const *base, co
     }
 }
 
-/* base: y and the inputs.  Threads share the work above `share` elements. */
+/* The units of a call: blocks of rows or tiles. */
+typedef struct {
+    row_function *row;
+    int op, operands, rows_at, is_short, is_tile;
+    void *const *base;                  /* y and the inputs */
+    space s;
+    int64_t part[AXES], parts[AXES];    /* elements of an axis in a unit, and units along the axis */
+} units;
+
+/* Units [first, first + count). */
+static void run(const units *w, int64_t first, int64_t count) {
+    const int inner = w->s.n - 1, operands = w->operands, rows_at = w->rows_at;
+    int64_t at[AXES], step[OPERANDS], down[OPERANDS] = {0}, rest = first;
+    element *p[OPERANDS];
+    for (int o = 0; o < operands; o++) {
+        p[o] = w->base[o], step[o] = w->s.stride[o][inner];
+        if (rows_at >= 0) down[o] = w->s.stride[o][rows_at];
+    }
+    for (int d = inner; d >= 0; d--) {
+        at[d] = rest % w->parts[d], rest /= w->parts[d];
+        for (int o = 0; o < operands; o++) p[o] += at[d] * w->part[d] * w->s.stride[o][d];
+    }
+    for (int64_t u = 0; u < count; u++) {
+        const int64_t columns = pyops_min(w->part[inner], w->s.size[inner] - at[inner] * w->part[inner]);
+        const int64_t rows = rows_at < 0 ? 1 : pyops_min(w->part[rows_at], w->s.size[rows_at] - at[rows_at] * w->part[rows_at]);
+        void *q[OPERANDS];
+        for (int o = 0; o < operands; o++) q[o] = p[o];
+        /* The minimum tells the compiler the length of the unrolled copy of a column: half the time for 2048 x 2048. */
+        if (w->is_tile) tile(w->row, w->op, operands, q, down, step, pyops_min(rows, TILE_ROWS), columns);
+        else block(w->row, w->op, operands, q, down, step, rows, columns, w->is_short);
+        for (int d = inner; d >= 0; d--) {              /* advance to the next unit */
+            for (int o = 0; o < operands; o++) p[o] += w->part[d] * w->s.stride[o][d];
+            if (++at[d] < w->parts[d]) break;
+            for (int o = 0; o < operands; o++) p[o] -= w->parts[d] * w->part[d] * w->s.stride[o][d];
+            at[d] = 0;
+        }
+    }
+}
+
+/* base: y and the inputs.  Threads share the work above `share` elements.  A parallel region costs as much as some hundred
+ * elements even with one thread, so small arrays do without. */
 static void elementwise(row_function *row, int op, int operands, void *const *base, const int64_t *shape,
                         const int64_t *strides, int64_t ndim, int64_t share) {
-    const space s = simplify(shape, strides, ndim, operands, 0);
-    const int64_t n = elements(&s);
+    units w = {.row = row, .op = op, .operands = operands, .base = base, .s = simplify(shape, strides, ndim, operands, 0)};
+    const space *s = &w.s;
+    const int64_t n = elements(s);
     if (!n) return;
-    const int inner = s.n - 1, across = transposed_axis(&s, operands), rows_at = rows_axis(&s, across);
-    const int is_short = rows_at >= 0 && s.size[inner] < SHORT;
-    const int is_tile = across >= 0 && !is_short && s.size[across] >= SHORT;
-    const int64_t columns_most = is_tile ? TILE_COLUMNS : across >= 0 ? BLOCK / SHORT : CHUNK;
-    const int64_t rows_most = is_tile ? TILE_ROWS : is_short ? SHORT_ROWS : pyops_max(1, BLOCK / s.size[inner]);
-    int64_t part[AXES], parts[AXES], units = 1;         /* elements of an axis in a unit, and units along the axis */
-    for (int d = 0; d < s.n; d++) {
-        part[d] = d == inner ? columns_most : d != rows_at ? 1 : across >= 0 ? pyops_max(rows_most, SHORT) : rows_most;
-        parts[d] = (s.size[d] + part[d] - 1) / part[d];
-        units *= parts[d];
+    const int inner = s->n - 1, across = transposed_axis(s, operands);
+    if (!inner && n <= CHUNK) {
+        int64_t step[OPERANDS];
+        for (int o = 0; o < operands; o++) step[o] = s->stride[o][0];
+        row(base, step, n, op);
+        return;
     }
-    const int64_t threads = n > share ? pyops_min(omp_get_max_threads(), units) : 1;
-    #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
-    for (int64_t t = 0; t < threads; t++) {
-        int64_t at[AXES], step[OPERANDS], down[OPERANDS] = {0}, rest = units * t / threads;
-        const int64_t count = units * (t + 1) / threads - rest;
-        element *p[OPERANDS];
-        for (int o = 0; o < operands; o++) {
-            p[o] = base[o], step[o] = s.stride[o][inner];
-            if (rows_at >= 0) down[o] = s.stride[o][rows_at];
-        }
-        for (int d = inner; d >= 0; d--) {
-            at[d] = rest % parts[d], rest /= parts[d];
-            for (int o = 0; o < operands; o++) p[o] += at[d] * part[d] * s.stride[o][d];
-        }
-        for (int64_t u = 0; u < count; u++) {
-            const int64_t columns = pyops_min(part[inner], s.size[inner] - at[inner] * part[inner]);
-            const int64_t rows = rows_at < 0 ? 1 : pyops_min(part[rows_at], s.size[rows_at] - at[rows_at] * part[rows_at]);
-            void *q[OPERANDS];
-            for (int o = 0; o < operands; o++) q[o] = p[o];
-            /* The minimum tells the compiler the length of the unrolled copy of a column: half the time for 2048 x 2048. */
-            if (is_tile) tile(row, op, operands, q, down, step, pyops_min(rows, TILE_ROWS), columns);
-            else block(row, op, operands, q, down, step, rows, columns, is_short);
-            for (int d = inner; d >= 0; d--) {          /* advance to the next unit */
-                for (int o = 0; o < operands; o++) p[o] += part[d] * s.stride[o][d];
-                if (++at[d] < parts[d]) break;
-                for (int o = 0; o < operands; o++) p[o] -= parts[d] * part[d] * s.stride[o][d];
-                at[d] = 0;
-            }
-        }
+    w.rows_at = rows_axis(s, across);
+    w.is_short = w.rows_at >= 0 && s->size[inner] < SHORT;
+    w.is_tile = across >= 0 && !w.is_short && s->size[across] >= SHORT;
+    const int64_t columns_most = w.is_tile ? TILE_COLUMNS : across >= 0 ? BLOCK / SHORT : CHUNK;
+    const int64_t rows_most = w.is_tile ? TILE_ROWS : w.is_short ? SHORT_ROWS : pyops_max(1, BLOCK / s->size[inner]);
+    int64_t count = 1;
+    for (int d = 0; d < s->n; d++) {
+        w.part[d] = d == inner ? columns_most : d != w.rows_at ? 1 : across >= 0 ? pyops_max(rows_most, SHORT) : rows_most;
+        w.parts[d] = (s->size[d] + w.part[d] - 1) / w.part[d];
+        count *= w.parts[d];
     }
+    const int64_t threads = n > share ? pyops_min(omp_get_max_threads(), count) : 1;
+    if (threads == 1) {
+        run(&w, 0, count);
+        return;
+    }
+    #pragma omp parallel for schedule(static) num_threads((int)threads)
+    for (int64_t t = 0; t < threads; t++) run(&w, count * t / threads, count * (t + 1) / threads - count * t / threads);
 }
 
 static int64_t share(int op) { return op >= PYOPS_OP_EXP ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS; }
@@ -282,6 +307,26 @@ pyops_status pyops_strided_scalar_int32(int32_t *y, const int32_t *x, const int6
     }
     return scalar("strided_scalar_int32", pyops_active()->strided_binary_int32, op, y, x, &value, shape, strides, ndim,
                   reflected);
+}
+
+static pyops_status where(const char *who, row_function *row, void *y, const void *condition, const void *a, const void *b,
+                          const int64_t *shape, const int64_t *strides, int64_t ndim) {
+    const pyops_status status = check_shape(who, shape, ndim);
+    void *const base[] = {y, (void *)condition, (void *)a, (void *)b};
+    if (!status) elementwise(row, 0, 4, base, shape, strides, ndim, PYOPS_SHARE_FLOATS);
+    return status;
+}
+
+pyops_status pyops_strided_where(float *y, const float *condition, const float *a, const float *b, const int64_t *shape,
+                                 const int64_t *strides, int64_t ndim, void *stream) {
+    (void)stream;
+    return where("strided_where", pyops_active()->strided_where, y, condition, a, b, shape, strides, ndim);
+}
+
+pyops_status pyops_strided_where_int32(int32_t *y, const int32_t *condition, const int32_t *a, const int32_t *b,
+                                       const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream) {
+    (void)stream;
+    return where("strided_where_int32", pyops_active()->strided_where_int32, y, condition, a, b, shape, strides, ndim);
 }
 
 static pyops_status fill(const char *who, row_function *row, void *y, const void *value, const int64_t *shape,
@@ -406,6 +451,17 @@ static void gather_terms(const reduction *r, wide *sums, const element *x, int64
     }
 }
 
+/* Reduce block u % blocks of piece u / blocks, into y or, if they are not NULL, into sums. */
+static void reduce_unit(const reduction *r, int64_t u, wide *sums, void *y, const void *x) {
+    int64_t x_at, y_at;
+    wide own[PYOPS_REDUCE_COLUMNS];
+    const int64_t columns = locate(r, u % r->blocks, &x_at, &y_at), slots = r->blocks * r->columns;
+    wide *to = sums ? sums + u / r->blocks * slots + u % r->blocks * r->columns : own;
+    start(to, columns, r->op, r->is_int);
+    gather_terms(r, to, (const element *)x + x_at, columns, u / r->blocks);
+    if (!sums) finish((element *)y + y_at, r->column < 0 ? 1 : r->s.stride[Y][r->column], own, columns, r->is_int);
+}
+
 static pyops_status reduce(const char *who, reduce_function *block, int is_int, void *y, const void *x, const int64_t *shape,
                            const int64_t *strides, int64_t ndim, int op) {
     enum { FEW = 16, PIECES = 32, PIECE = 65536, PIECE_ROWS = 64, NARROW = 32 };
@@ -452,15 +508,12 @@ static pyops_status reduce(const char *who, reduce_function *block, int is_int, 
     wide *sums = NULL;
     if (r.pieces > 1 && !(sums = (wide *)pyops_scratch((size_t)(r.pieces * slots) * sizeof *sums / sizeof(float))))
         return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld sums", who, LL(r.pieces * slots));
-    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
-    for (int64_t u = 0; u < r.blocks * r.pieces; u++) {
-        int64_t x_at, y_at;
-        wide own[PYOPS_REDUCE_COLUMNS];
-        const int64_t columns = locate(&r, u % r.blocks, &x_at, &y_at);
-        wide *to = sums ? sums + u / r.blocks * slots + u % r.blocks * r.columns : own;
-        start(to, columns, op, is_int);
-        gather_terms(&r, to, (const element *)x + x_at, columns, u / r.blocks);
-        if (!sums) finish((element *)y + y_at, r.column < 0 ? 1 : s->stride[Y][r.column], own, columns, is_int);
+    const int64_t count = r.blocks * r.pieces;
+    if (n <= PYOPS_SHARE_FLOATS) {
+        for (int64_t u = 0; u < count; u++) reduce_unit(&r, u, sums, y, x);
+    } else {
+        #pragma omp parallel for schedule(static)
+        for (int64_t u = 0; u < count; u++) reduce_unit(&r, u, sums, y, x);
     }
     for (int64_t u = 0; sums && u < r.blocks; u++) {
         int64_t x_at, y_at;

@@ -7,7 +7,7 @@
 #include <string.h>
 #include "internal.h"
 
-enum { AXES = PYOPS_AXES, OPERANDS = 3, CHUNK = 8192, REAL = sizeof(double), SINGLE = sizeof(float), WHOLE = sizeof(int32_t) };
+enum { AXES = PYOPS_AXES, OPERANDS = 4, CHUNK = 8192, REAL = sizeof(double), SINGLE = sizeof(float), WHOLE = sizeof(int32_t) };
 
 typedef struct {
     int n;                              /* axes, the last one innermost; at least one */
@@ -115,6 +115,14 @@ static void binary_row(char *const *p, const int64_t *step, int64_t n, int op) {
                                                  op);
 }
 
+static void where_row(char *const *p, const int64_t *step, int64_t n, int op) {
+    (void)op;
+    for (int64_t i = 0; i < n; i++) {
+        const int is_true = *(const double *)(p[1] + i * step[1]) != 0.0;
+        *(double *)(p[0] + i * step[0]) = *(const double *)(is_true ? p[2] + i * step[2] : p[3] + i * step[3]);
+    }
+}
+
 static void from_float_row(char *const *p, const int64_t *step, int64_t n, int op) {
     (void)op;
     for (int64_t i = 0; i < n; i++) *(double *)(p[0] + i * step[0]) = (double)*(const float *)(p[1] + i * step[1]);
@@ -153,6 +161,16 @@ pyops_status pyops_strided_binary_double(double *y, const double *a, const doubl
     if (!status)
         elementwise(binary_row, op, 3, (void *[]){y, (void *)a, (void *)b}, (int64_t[]){REAL, REAL, REAL}, shape, strides,
                     ndim);
+    return status;
+}
+
+pyops_status pyops_strided_where_double(double *y, const double *condition, const double *a, const double *b,
+                                        const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream) {
+    (void)stream;
+    const pyops_status status = check_shape("strided_where_double", shape, ndim);
+    if (!status)
+        elementwise(where_row, 0, 4, (void *[]){y, (void *)condition, (void *)a, (void *)b},
+                    (int64_t[]){REAL, REAL, REAL, REAL}, shape, strides, ndim);
     return status;
 }
 
@@ -298,9 +316,9 @@ pyops_status pyops_matmul_double(double *y, const double *a, const double *b, co
     for (int64_t d = 0; d < ndim; d++) count *= shape[d];
     #pragma omp parallel for schedule(static) if (count * M * N * K > PYOPS_SHARE_FMAS)
     for (int64_t row = 0; row < count * M; row++) {
-        int64_t rest = row / M, at[OPERANDS] = {row % M * ldy, row % M * a_row, 0};
+        int64_t rest = row / M, at[3] = {row % M * ldy, row % M * a_row, 0};
         for (int64_t d = ndim - 1; d >= 0; d--) {
-            for (int o = 0; o < OPERANDS; o++) at[o] += rest % shape[d] * strides[o * ndim + d];
+            for (int o = 0; o < 3; o++) at[o] += rest % shape[d] * strides[o * ndim + d];
             rest /= shape[d];
         }
         double *const to = y + at[0];

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyops import backend
-from pyops.backend import row_major
+from pyops.backend import row_major, small
 from pyops.backend.arrays import Array
 from pyops.backend.device import DLPACK_CUDA, Buffer
 from pyops.backend.numpy_device import Numpy
@@ -415,6 +415,9 @@ class NDArray(Array, Methods):
 
     def copy(self) -> NDArray:
         """Return a compact copy."""
+        y = _SMALL_UNARY['copy'](self)
+        if y is not None:
+            return y
         y = _new(self.shape, self.dtype, self.buffer.device, 'copy')
         self.buffer.device.unary('copy', y, self)
         return _as_mask(y) if self.is_mask else y
@@ -438,6 +441,9 @@ class NDArray(Array, Methods):
     def _cast(self, dtype: np.dtype) -> NDArray:
         if dtype is self.dtype:
             return self
+        y = _small_convert(self, dtype)
+        if y is not None:
+            return y
         y = _new(self.shape, dtype, self.device, 'astype')
         self.device.convert(y, self)
         return y
@@ -529,6 +535,8 @@ class NDArray(Array, Methods):
             self.buffer.mask = self.buffer.version
 
     def _write(self, value: Any) -> None:
+        if _small_assign(self, value):
+            return
         self._check_writable()
         if self.dtype not in (FLOAT, INT, DOUBLE) and isinstance(value, _NUMBERS):
             value = np.full(self.shape, value, self.dtype)      # arrays of ops on a GPU: step counts, rows, pixels
@@ -568,6 +576,9 @@ class NDArray(Array, Methods):
     # ---- element by element ------------------------------------------------------------------------
 
     def _unary(self, op: str) -> NDArray:
+        y = _SMALL_UNARY[op](self)
+        if y is not None:
+            return y
         if self.dtype is INT and op == 'floor':
             return self.copy()
         x = self.astype(FLOAT) if self.dtype is INT and op not in ('negate', 'abs') else self
@@ -578,7 +589,11 @@ class NDArray(Array, Methods):
             y.buffer.mask = _UNSURE if op == 'negate' else y.buffer.version
         return y
 
-    def _binary(self, op: str, other: Any, reflected: bool = False) -> NDArray:
+    def _binary(self, op: str, other: Any) -> NDArray:
+        y = _SMALL_BINARY[op](self, other) if type(other) is NDArray else _SMALL_SCALAR[op](self, other, False)
+        return self._binary_of_any(op, other) if y is None else y
+
+    def _binary_of_any(self, op: str, other: Any, reflected: bool = False) -> NDArray:
         if type(other) is not NDArray:
             if isinstance(other, _NUMBERS):
                 return self._scalar(op, other, reflected)
@@ -643,15 +658,19 @@ class NDArray(Array, Methods):
 
     def _logical(self, op: str, other: Any) -> NDArray:
         """Return a & b, a | b or a ^ b, for masks and int32.  These operations are symmetric."""
+        if type(other) is int and self.dtype is INT and self.buffer.mask is None:
+            return self._binary(op, other)
         other = _operand(other, self)
         if other is NotImplemented:
             return NotImplemented
         for x in self, other:
             if x.dtype is not INT and not x.is_mask:
                 raise TypeError(f'{op}: expected masks or int32 arrays, got {x._kind()}; compare it first, as in (x > 0) & y')
-        both_masks = self.is_mask and other.is_mask
-        y = self._cast(INT)._binary(op, other._cast(INT))
-        return _as_mask(y) if both_masks else y
+        if not (self.is_mask and other.is_mask):
+            return self._cast(INT)._binary(op, other._cast(INT))
+        if self.dtype is other.dtype:               # on floats these operations compute truth values
+            return _as_mask(self._binary(op, other))
+        return _as_mask(self._cast(INT)._binary(op, other._cast(INT)))
 
     def __invert__(self) -> NDArray:
         """Return the inverse of a mask; of int32, the inverse of all bits."""
@@ -708,6 +727,9 @@ class NDArray(Array, Methods):
 
     def _reduce(self, op: str, axis: Axis, keepdims: bool) -> NDArray:
         axes = normal_axes(axis, len(self.shape))
+        y = _SMALL_REDUCE[op](self, axes, bool(keepdims))
+        if y is not None:
+            return y
         kept, shape = _reduced_shapes(self.shape, axes)
         y = _new(kept, self.dtype, self.buffer.device, op)
         if op != 'sum' and 0 in self.shape and any(self.shape[d] == 0 for d in axes):
@@ -747,6 +769,9 @@ class NDArray(Array, Methods):
     @accepts_torch_names
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> NDArray:
         """Return the index of the maximum, the first of equals; NaN counts as largest.  axis=None: over the flattened array."""
+        y = _small_argmax(self, None if axis is None else normal_axes((axis,), self.ndim)[0], bool(keepdims))
+        if y is not None:
+            return y
         if axis is None:
             x, kept = _matrix(self.compact(), 1, self.size), (1,) * self.ndim
         else:
@@ -819,17 +844,33 @@ class NDArray(Array, Methods):
         return globals()[name]
 
 
+# the short ways of operations on small arrays, by name; each returns None if the general one below has to run
+_BINARY_OPS = ('add', 'subtract', 'multiply', 'divide', 'power', 'maximum', 'minimum', 'floor_divide', 'remainder', 'and', 'or',
+               'xor', *sorted(_COMPARISONS))
+_SMALL_BINARY = {op: small.binary(NDArray, op, op in _COMPARISONS, op in _KEEPS_MASKS | _MIXES_MASKS) for op in _BINARY_OPS}
+_SMALL_SCALAR = {op: small.scalar(NDArray, op, op in _COMPARISONS) for op in _BINARY_OPS}
+_SMALL_UNARY = {op: small.unary(NDArray, op) for op in ('copy', 'negate', 'abs', 'sqrt', 'exp', 'log', 'tanh', 'sigmoid',
+                                                        'floor', 'sin', 'cos')}
+_SMALL_REDUCE = {op: small.reduce(NDArray, op) for op in ('sum', 'max', 'min')}
+_small_convert, _small_matmul, _small_where = small.convert(NDArray), small.matmul(NDArray), small.where(NDArray)
+_small_argmax, _small_assign = small.argmax(NDArray), small.in_place('copy')
+
+
 def _operators() -> None:
-    """Define a + b, 1 + b and a += b for all operators, and the comparisons."""
+    """Define a + b, 1 + b and a += b for all operators, and the comparisons.  Small arrays take the short way."""
     def binary(op: str) -> tuple[Any, Any, Any]:
+        of_arrays, of_number, changes = _SMALL_BINARY[op], _SMALL_SCALAR[op], small.in_place(op)
+
         def method(self: NDArray, other: Any) -> NDArray:
-            return self._binary(op, other)
+            y = of_arrays(self, other) if type(other) is NDArray else of_number(self, other, False)
+            return self._binary_of_any(op, other) if y is None else y
 
         def reflected(self: NDArray, other: Any) -> NDArray:
-            return self._binary(op, other, True)
+            y = of_number(self, other, True)
+            return self._binary_of_any(op, other, True) if y is None else y
 
         def in_place(self: NDArray, other: Any) -> NDArray:
-            return self._in_place(op, other)
+            return self if changes(self, other) else self._in_place(op, other)
         return method, reflected, in_place
 
     def logical(op: str) -> tuple[Any, Any, Any]:
@@ -1099,6 +1140,9 @@ def _bounds(a: NDArray) -> tuple[int, int]:
 
 
 def _matmul(a: NDArray, b: NDArray) -> NDArray:
+    y = _small_matmul(a, b)
+    if y is not None:
+        return y
     _same_device(a, b)
     if not a.shape or not b.shape:
         raise ValueError(f'matmul: shapes {a.shape} and {b.shape}: expected at least one axis each')
@@ -1286,6 +1330,9 @@ def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
 def where(condition: Any, a: Any, b: Any) -> NDArray:
     """Return the elements of a where condition is not 0, else the elements of b; all three broadcast.  Exact for NaN and
     infinities."""
+    y = _small_where(condition, a, b) if type(condition) is NDArray else None
+    if y is not None:
+        return y
     first = next((x for x in (condition, a, b) if isinstance(x, NDArray)), None)
     like = first if first is not None else array(condition)
     condition = _operand(condition, like)
@@ -1297,16 +1344,10 @@ def where(condition: Any, a: Any, b: Any) -> NDArray:
     shape = broadcast_shape(condition.shape, a.shape, b.shape)
     for x in a, b:
         _same_device(condition, x)
-    a, b = (x._cast(common) for x in (a, b))
-    a, b = ((x if x.shape == shape else x.broadcast_to(shape)).bits_of() for x in (a, b))
-    chosen = -(condition if condition.is_mask else condition != 0)._cast(INT)       # all bits are 1, or none
-    chosen = chosen.reshape(*chosen.shape, 1) if common is DOUBLE else chosen
-    device, y = condition.device, _new(shape, common, condition.device, 'where')
-    bits = y.bits_of()
+    a, b = a._cast(common), b._cast(common)
+    y = _new(shape, common, condition.device, 'where')
     if 0 not in shape:
-        device.binary('xor', bits, a, b)
-        device.binary('and', bits, bits, chosen)
-        device.binary('xor', bits, bits, b)                 # ((a ^ b) & chosen) ^ b
+        condition.device.where(y, condition, a, b)
     return _as_mask(y) if both_masks else y
 
 

@@ -227,6 +227,10 @@ class Device:
         """Compute y = op(x, value), or op(value, x) if reflected."""
         raise NotImplementedError
 
+    def where(self, y, condition, a, b):
+        """Compute y = a where condition is not 0, else b, bit for bit.  condition may have another dtype."""
+        raise NotImplementedError
+
     def fill(self, y, value):
         """Set all elements of y to value."""
         raise NotImplementedError

@@ -1,7 +1,6 @@
 """The CPU: memory shared with numpy, kernel launches through cffi, and replay."""
 import math
 import os
-import sys
 import weakref
 
 import _cffi_backend
@@ -12,13 +11,18 @@ from pyops.backend import library, state
 from pyops.backend.arrays import ALIGN, Array, as_shape, location
 from pyops.backend.calls import Calls
 from pyops.backend.device import DTYPES, ERRORS, Buffer, Device, not_compact, wrong_dtype
-from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations, layout
+from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations, layout, suffix_of, truth_of
 from pyops.backend.pool import LEAST, Pool
 
 _ffi = _cffi_backend.FFI()
-_ADDRESS, _CData, _NULL, _BYTE = _ffi.typeof('intptr_t'), _ffi.CData, _ffi.NULL, np.dtype(np.uint8)
+_ADDRESS, _CData, _BYTE = _ffi.typeof('intptr_t'), _ffi.CData, np.dtype(np.uint8)
 _cast, _from_buffer = _ffi.cast, _ffi.from_buffer
-_KINDS = {FLOAT: _ffi.typeof('float[]'), INT: _ffi.typeof('int32_t[]'), DOUBLE: _ffi.typeof('double[]')}
+NULL, SMALL = _ffi.NULL, 8192       # SMALL: the most bytes of a SmallBuffer
+# dtypes of NDArrays -> the C types of pointers to them
+KINDS = {FLOAT: _ffi.typeof('float[]'), INT: _ffi.typeof('int32_t[]'), DOUBLE: _ffi.typeof('double[]')}
+_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+# small_memory(kind, n): a pointer to n new elements, which owns them
+small_memory, _new_object = _ffi.new_allocator(should_clear_after_alloc=False), object.__new__
 
 
 def aligned(make, shape, dtype):
@@ -33,7 +37,7 @@ LARGE = Pool(lambda nbytes: aligned(np.empty, (nbytes,), _BYTE))
 
 class Host(Device):
     """A device with arrays in host memory.  Kernels of csrc/ run on them."""
-    is_host, stream = True, _NULL
+    is_host, stream = True, NULL
     library = staticmethod(library.cpu)
 
     # ---- allocate
@@ -71,7 +75,11 @@ class Host(Device):
         return False
 
     def kernel_array(self, x):
-        return self.numpy(x.compact())
+        if 0 in x.shape or not x.is_compact():
+            return self.numpy(x.compact())
+        if x.buffer.owner is None:
+            raise x._freed()
+        return np.ndarray(x.shape, x.dtype, x.buffer.owner, x.dtype.itemsize * x.offset)
 
     def bits(self, x, dtype):
         if x.dtype == dtype:
@@ -110,7 +118,7 @@ class Host(Device):
 
         def convert(array):
             if array is None:
-                return _NULL
+                return NULL
             if array.dtype is not dtype and array.dtype != dtype:
                 raise wrong_dtype(kernel, name, dtype, array)
             if isinstance(array, Array):
@@ -160,27 +168,33 @@ class _Lease:
                                     'typestr': np.dtype(dtype).str}
 
 
-class _SmallBuffer(Buffer):
-    """A Buffer of a few KiB whose memory the next one of the same size reuses: new memory takes three times as long.
+class SmallBuffer(Buffer):
+    """A Buffer whose memory belongs to the pointer and is freed with it: from Python the cheapest memory to get.
 
-    Memory that anything else refers to is not reused.  A numpy array over it has a reference to `owner` or to its base, and
-    so does whatever shares memory with that array.
+    The numpy array over it, `owner`, is created when it is first asked for, and keeps the memory alive, too.
     """
-    __slots__ = ('blocks',)             # [(owner, pointer)]: memory of this size that is free
-    unshared = None                     # the numbers of references that __del__ finds if there are no others
+    __slots__ = ('_owner',)
 
-    def __del__(self, references=sys.getrefcount):
-        owner, pointer = self.owner, self.pointer
-        if owner is None:               # freed
-            return
-        found = references(owner), references(owner.base), references(pointer)
-        if found == self.unshared and len(self.blocks) < KEPT_BLOCKS:
-            self.blocks.append((owner, pointer))
-        elif self.unshared is None:
-            type(self).unshared = found
+    @property
+    def owner(self):
+        if self._owner is None and self.pointer is not None:
+            self._owner = np.frombuffer(_ffi.buffer(self.pointer), _DTYPES[_ffi.typeof(self.pointer)])
+        return self._owner
+
+    def free(self):
+        self._owner = self.pointer = None
 
 
-SMALL, KEPT_BLOCKS, KEPT_SIZES = 8192, 16, 256      # bytes of a small Buffer, free blocks of a size, numbers of sizes
+def small_buffer(pointer, nbytes):
+    """Return a SmallBuffer over memory from `small_memory`.  Not __init__, which would take twice as long."""
+    buffer = _new_object(SmallBuffer)
+    buffer.device = HOST
+    buffer.pointer = pointer
+    buffer.nbytes = nbytes
+    buffer.foreign = False
+    buffer.version = 0
+    buffer.mask = buffer.pinned = buffer._owner = None
+    return buffer
 
 
 class CPU(KernelOperations, Host):
@@ -191,9 +205,7 @@ class CPU(KernelOperations, Host):
 
     def __init__(self):
         super().__init__()
-        self._free = {FLOAT: {}, INT: {}, DOUBLE: {}}       # dtype -> {number of elements: [(owner, pointer)]}
         self._direct = {}                                   # (family of kernels, dtype) -> function of the library
-        self.allocate((1,), FLOAT, '')                      # its deletion sets _SmallBuffer.unshared
 
     @property
     def precision(self):
@@ -209,25 +221,13 @@ class CPU(KernelOperations, Host):
             self._precision = name
 
     def wrap(self, owner, foreign=False):
-        return Buffer(self, owner, _from_buffer(_KINDS[owner.dtype], owner), foreign)
+        return Buffer(self, owner, _from_buffer(KINDS[owner.dtype], owner), foreign)
 
     def allocate(self, shape, dtype, name):
-        count, sizes = math.prod(shape), self._free.get(dtype)
-        if state.on_allocate is not None or sizes is None or not 0 < count * dtype.itemsize <= SMALL:
+        count = math.prod(shape)
+        if state.on_allocate is not None or dtype not in KINDS or not 0 < count * dtype.itemsize <= SMALL:
             return super().allocate(shape, dtype, name)
-        blocks = sizes.get(count)
-        if blocks is None:
-            if len(sizes) >= KEPT_SIZES:
-                sizes.clear()
-            blocks = sizes[count] = []
-        try:
-            owner, pointer = blocks.pop()
-        except IndexError:
-            owner = aligned(np.empty, (count,), dtype)
-            pointer = _from_buffer(_KINDS[dtype], owner)
-        buffer = _SmallBuffer(self, owner, pointer)
-        buffer.blocks = blocks
-        return buffer
+        return small_buffer(small_memory(KINDS[dtype], count), count * dtype.itemsize)
 
     # ---- operations on NDArrays
 
@@ -237,34 +237,41 @@ class CPU(KernelOperations, Host):
         if state.on_launch is not None:
             return False
         dtype = arrays[0].dtype
-        function = self._direct.get((family, dtype)) or self._function(family, dtype)
+        function = self._direct.get((family, dtype)) or self.function(family, dtype)
         try:
-            status = function(*[x.buffer.pointer + x.offset for x in arrays], *where, *rest, _NULL)
+            status = function(*[x.buffer.pointer + x.offset for x in arrays], *where, *rest, NULL)
         except TypeError:
             return False
         if status:
             self.check(status)
         return True
 
-    def _function(self, family, dtype):
+    def function(self, family, dtype):
+        """Return the function of the library for a family of strided kernels and a dtype."""
         name = f'pyops_{family}' + {FLOAT: '', INT: '_int32', DOUBLE: '_double'}[dtype]
         found = self._direct[family, dtype] = getattr(library.cpu().lib, name)
         return found
 
     def unary(self, op, y, x):
         where = layout(y.shape, y.shape, y.strides, x.shape, x.strides)
-        if not self._call('strided_unary', (y, x), where, self._numbers[op]):
+        if not self._call('strided_unary', (y, x), where, self.numbers[op]):
             super().unary(op, y, x)
 
     def binary(self, op, y, a, b):
         where = layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides)
-        if not self._call('strided_binary', (y, a, b), where, self._numbers[op]):
+        if not self._call('strided_binary', (y, a, b), where, self.numbers[op]):
             super().binary(op, y, a, b)
 
     def scalar(self, op, y, x, value, reflected):
         where = layout(y.shape, y.shape, y.strides, x.shape, x.strides)
-        if y.dtype is DOUBLE or not self._call('strided_scalar', (y, x), where, self._numbers[op], reflected, value):
+        if y.dtype is DOUBLE or not self._call('strided_scalar', (y, x), where, self.numbers[op], reflected, value):
             super().scalar(op, y, x, value, reflected)
+
+    def where(self, y, condition, a, b):
+        condition = condition if condition.dtype is y.dtype else truth_of(condition, y.dtype)
+        where = layout(y.shape, *[part for x in (y, condition, a, b) for part in (x.shape, x.strides)])
+        if not self._call('strided_where', (y, condition, a, b), where):
+            self.launch(f'strided_where{suffix_of(y)}', y, condition, a, b, *where)
 
     def fill(self, y, value):
         if y.dtype is DOUBLE or not self._call('strided_fill', (y,), layout(y.shape, y.shape, y.strides), value):
@@ -272,7 +279,7 @@ class CPU(KernelOperations, Host):
 
     def reduce(self, op, y, x):
         where = layout(x.shape, y.shape, y.strides, x.shape, x.strides)
-        if not self._call('strided_reduce', (y, x), where, self._numbers[op]):
+        if not self._call('strided_reduce', (y, x), where, self.numbers[op]):
             super().reduce(op, y, x)
 
 

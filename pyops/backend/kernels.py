@@ -121,8 +121,9 @@ declare(gemm=Kernel(product_of_shape), gemm_batched=Kernel(products_of_shapes), 
         softmax_forward=Kernel(), softmax_backward=Kernel(), gather_rows=Kernel(), scatter_rows=Kernel(), increment=Kernel(),
         tick=Kernel(), fma_loop=Kernel(),
         gather_pixels=Kernel(bytes=lambda s: s['B'] * s['C'] * 5 + s['B'] * 8),
-        **{f'strided_{kind}{suffix}': Kernel() for kind in ('unary', 'binary', 'scalar', 'fill', 'reduce')
+        **{f'strided_{kind}{suffix}': Kernel() for kind in ('unary', 'binary', 'scalar', 'where', 'fill', 'reduce')
            for suffix in ('', '_int32')}, strided_from_int32=Kernel(), strided_to_int32=Kernel(),
-        **{f'strided_{kind}': Kernel() for kind in ('unary_double', 'binary_double', 'reduce_double', 'double_from_float',
-                                                    'double_from_int32', 'double_to_float', 'double_to_int32')},
+        **{f'strided_{kind}': Kernel() for kind in ('unary_double', 'binary_double', 'where_double', 'reduce_double',
+                                                    'double_from_float', 'double_from_int32', 'double_to_float',
+                                                    'double_to_int32')},
         matmul_double=Kernel(products_of_shapes), argmax_double=Kernel(), argsort_double=Kernel(), add_rows_double=Kernel())

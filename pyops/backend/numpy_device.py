@@ -43,6 +43,9 @@ class Numpy(Host):
         with _quiet():
             _function(op, y.dtype)(*((value, x) if reflected else (x, value)), out=y.stored())
 
+    def where(self, y, condition, a, b):
+        y.stored()[...] = np.where(condition.stored(), a.stored(), b.stored())
+
     def fill(self, y, value):
         y.stored()[...] = value
 

@@ -9,7 +9,7 @@ from pyops.backend.device import Device
 
 FLOAT, INT, DOUBLE = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.float64)
 # kernel of a conversion: dtypes of result and input -> its name
-_CONVERSIONS = {(FLOAT, INT): 'strided_from_int32', (INT, FLOAT): 'strided_to_int32',
+CONVERSIONS = {(FLOAT, INT): 'strided_from_int32', (INT, FLOAT): 'strided_to_int32',
                 (DOUBLE, FLOAT): 'strided_double_from_float', (DOUBLE, INT): 'strided_double_from_int32',
                 (FLOAT, DOUBLE): 'strided_double_to_float', (INT, DOUBLE): 'strided_double_to_int32'}
 
@@ -24,8 +24,8 @@ def layout(shape, *operands):
     return ffi.new('int64_t[]', list(shape)), ffi.new('int64_t[]', strides), len(shape)
 
 
-def _suffix(y):
-    """Return the end of the name of the kernel for the dtype of y."""
+def suffix_of(y):
+    """Return the end of the names of the kernels for the dtype of y.  TypeError if its device has none."""
     if y.dtype is FLOAT:
         return ''
     if y.dtype == BF16:
@@ -37,29 +37,42 @@ def _suffix(y):
     return '_double'
 
 
+def truth_of(condition, dtype):
+    """Return an array of this dtype with 1 where condition is not 0, else 0; condition itself if it is such a mask."""
+    return (condition if condition.is_mask else condition != 0)._cast(dtype)
+
+
 class KernelOperations(Device):
     """The operations of a Device that launches kernels."""
 
     @functools.cached_property
-    def _numbers(self):
+    def numbers(self):
         """{name of an operation: its number in pyops.h}"""
         lib = library.cpu().lib
         return {name.removeprefix('PYOPS_OP_').lower(): getattr(lib, name) for name in dir(lib) if name.startswith('PYOPS_OP_')}
 
     def unary(self, op, y, x):
-        self.launch(f'strided_unary{_suffix(y)}', y, x,
-                    *layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
+        self.launch(f'strided_unary{suffix_of(y)}', y, x,
+                    *layout(y.shape, y.shape, y.strides, x.shape, x.strides), self.numbers[op])
 
     def binary(self, op, y, a, b):
-        self.launch(f'strided_binary{_suffix(y)}', y, a, b,
-                    *layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides), self._numbers[op])
+        self.launch(f'strided_binary{suffix_of(y)}', y, a, b,
+                    *layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides), self.numbers[op])
 
     def scalar(self, op, y, x, value, reflected):
         if y.dtype is DOUBLE:
             number = self._number(y, value)
             return self.binary(op, y, *((number, x) if reflected else (x, number)))
-        self.launch(f'strided_scalar{_suffix(y)}', y, x,
-                    *layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op], reflected, value)
+        self.launch(f'strided_scalar{suffix_of(y)}', y, x,
+                    *layout(y.shape, y.shape, y.strides, x.shape, x.strides), self.numbers[op], reflected, value)
+
+    def where(self, y, condition, a, b):
+        """((a ^ b) & chosen) ^ b: the CUDA library has no kernel for this."""
+        chosen = -truth_of(condition, INT)              # all bits are 1, or none
+        y, a, b = y.bits_of(), a.bits_of(), b.bits_of()
+        self.binary('xor', y, a, b)
+        self.binary('and', y, y, chosen)
+        self.binary('xor', y, y, b)
 
     def _number(self, like, value):
         """Return an array of shape () on this device: kernels for float64 take no scalars."""
@@ -68,17 +81,17 @@ class KernelOperations(Device):
     def fill(self, y, value):
         if y.dtype is DOUBLE:
             return self.unary('copy', y, self._number(y, value))
-        self.launch(f'strided_fill{_suffix(y)}', y,
+        self.launch(f'strided_fill{suffix_of(y)}', y,
                     *layout(y.shape, y.shape, y.strides), value)
 
     def convert(self, y, x):
         if DOUBLE in (x.dtype, y.dtype):
-            _suffix(x), _suffix(y)              # raise for a GPU
-        self.launch(_CONVERSIONS[y.dtype, x.dtype], y, x, *layout(y.shape, y.shape, y.strides, x.shape, x.strides))
+            suffix_of(x), suffix_of(y)              # raise for a GPU
+        self.launch(CONVERSIONS[y.dtype, x.dtype], y, x, *layout(y.shape, y.shape, y.strides, x.shape, x.strides))
 
     def reduce(self, op, y, x):
-        self.launch(f'strided_reduce{_suffix(y)}', y, x,
-                    *layout(x.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
+        self.launch(f'strided_reduce{suffix_of(y)}', y, x,
+                    *layout(x.shape, y.shape, y.strides, x.shape, x.strides), self.numbers[op])
 
     def softmax(self, y, x, outer, n, inner, log):
         self.launch('softmax_forward', y, x, outer, n, inner, log)

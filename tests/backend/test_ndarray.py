@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -919,17 +920,18 @@ def test_memory_of_a_small_array_is_not_reused_while_anything_refers_to_it(name)
         del held
 
 
-def test_memory_of_a_small_array_is_reused_when_nothing_refers_to_it():
+def test_memory_of_a_small_array_is_freed_with_the_last_reference():
     device = ndarray.cpu()
     for dtype in ('float32', 'int32', 'float64'):
         a = ndarray.empty(37, dtype, device)
-        place = a.location()
-        part = a[2:].T.reshape(-1)
+        memory = weakref.ref(a.buffer.pointer)
+        part, whole = a[2:], a.numpy()
         del a
-        assert ndarray.empty(37, dtype, device).location() != place
+        assert memory() is not None
         del part
-        found = [ndarray.empty(37, dtype, device) for _ in range(2)]
-        assert place in [x.location() for x in found] and found[0].location() != found[1].location()
+        assert memory() is not None and whole.shape == (37,)
+        del whole
+        assert memory() is None
 
 
 def test_threads_do_not_share_the_memory_of_small_arrays():
@@ -947,3 +949,105 @@ def test_threads_do_not_share_the_memory_of_small_arrays():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+# ---- operations on small arrays ----------------------------------------------------------------------------------------
+
+def python_calls(run):
+    """Return the names of the Python functions that run() calls."""
+    found = []
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_code.co_name) if event == 'call' else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found[1:]
+
+
+@of_the_host
+def test_an_operation_on_small_arrays_is_a_few_calls_of_python(device):
+    """Speed, without a clock: the general path takes two to six times as many calls."""
+    a, b = (array(numbers(3, 4), device=ndarray.cpu()) for _ in range(2))
+    cases = {'a + b': (lambda: a + b, 5), 'a * 2': (lambda: a * 2, 5), 'a > b': (lambda: a > b, 5), '-a': (lambda: -a, 6),
+             'a + b[0]': (lambda: a + b[0], 10), 'a.sum(1)': (lambda: a.sum(1), 9), 'a += b': (lambda: a.__iadd__(b), 3),
+             'a @ b.T': (lambda: a @ b.T, 9), 'where': (lambda: ndarray.where(a, b, 0.0), 7), 'exp': (lambda: a.exp(), 6)}
+    for name, (run, most) in cases.items():
+        run()
+        assert len(python_calls(run)) <= most, (name, python_calls(run))
+
+
+@of_the_host
+def test_small_operations_on_freed_memory_raise(device):
+    operations = (lambda a, b: a + b, lambda a, b: b + a, lambda a, b: a * 2, lambda a, b: -a, lambda a, b: a.sum(),
+                  lambda a, b: a @ b, lambda a, b: a.__iadd__(b), lambda a, b: b.__iadd__(a), lambda a, b: a.copy(),
+                  lambda a, b: a.astype('int32'), lambda a, b: ndarray.where(b, a, b), lambda a, b: a.argmax(),
+                  lambda a, b: b.__setitem__(..., a))
+    for run in operations:
+        run(array(np.eye(3, dtype='f')), array(np.eye(3, dtype='f')))       # the call is prepared
+        a, b = array(np.eye(3, dtype='f')), array(np.eye(3, dtype='f'))
+        a.buffer.free()
+        with pytest.raises(ValueError, match='its memory was freed'):
+            run(a, b)
+
+
+def test_small_operations_in_place_on_overlapping_views():
+    x = numbers(9)
+    for change in (lambda a: a[1:].__iadd__(a[:-1]), lambda a: a[:-1].__imul__(a[1:]), lambda a: a.__isub__(a[::-1]),
+                   lambda a: a.__setitem__(slice(1, None), a[:-1]), lambda a: a.__iadd__(a)):
+        a, want = array(x), x.copy()
+        version = a.buffer.version
+        change(a)
+        change(want)
+        same(a, want)
+        assert a.buffer.version > version
+
+
+def test_small_operations_keep_the_rules_of_int32():
+    a = array([[1, 2], [3, 2**31 - 1]], device=ndarray.cpu())
+    for _ in range(2):                                                      # before and after the call is prepared
+        same(a + 1, np.array([[2, 3], [4, -2**31]], 'i'))
+        same(a * 0.5, np.array([[0.5, 1], [1.5, 2.0**30]], 'f'))
+        same(a / 2, np.array([[0.5, 1], [1.5, 2.0**30]], 'f'))
+        assert (a > 2).is_mask and (a > 2).tolist() == [[False, False], [True, True]]
+        same(a & 1, np.array([[1, 0], [1, 1]], 'i'))
+        with pytest.raises(OverflowError, match='Python integer 2147483648 out of bounds for int32'):
+            a + 2**31
+        with pytest.raises(ValueError, match='int32 to a negative power'):
+            a ** -1
+        with pytest.raises(TypeError, match='an int32 array cannot hold the float32 result'):
+            a += 0.5
+        with pytest.raises(ValueError, match='could not be broadcast together'):
+            a + array([1, 2, 3], device=ndarray.cpu())
+
+
+def test_small_operations_keep_the_rules_of_masks():
+    x = numbers(3, 4)
+    a = array(x)
+    for _ in range(2):
+        mask, other = a > 0, a < 5
+        assert mask.is_mask and mask.copy().is_mask and abs(mask).is_mask and mask.max(0).is_mask and mask.any().is_mask
+        assert (mask & other).is_mask and (mask * other).is_mask and (mask & other).dtype == mask.dtype
+        np.testing.assert_array_equal((mask ^ other).numpy(), (x > 0) ^ (x < 5))
+        assert not (mask * 1).is_mask and not (mask + other).is_mask and not (-mask).is_mask and not mask.exp().is_mask
+        assert mask.sum().dtype == 'int32' and mask.sum().item() == (x > 0).sum()
+        mask[0] = 3.0
+        assert not mask.is_mask and not mask.copy().is_mask
+        np.testing.assert_array_equal(ndarray.where(a > 0, a < 5, a > 7).numpy(), np.where(x > 0, x < 5, x > 7))
+        assert ndarray.where(a > 0, a < 5, a > 7).is_mask
+
+
+@pytest.mark.parametrize('device', sorted({*DEVICES} & {'cpu'}), indirect=True)         # the oracle has no kernels to record
+def test_a_plan_records_an_operation_that_ran_before(device):
+    x = np.ones((3, 4), 'f')
+
+    def compute(a):
+        y = ((a + a) * 2 - a.sum(0)).exp()
+        y += a
+        return ndarray.where(y > 3, y, 0.0) @ a.T
+    want = compute(from_numpy(x)).numpy()
+    with Plan(x=x) as plan:
+        y = compute(from_numpy(x))
+    x[...] = 0.5
+    plan.run()
+    assert not np.array_equal(y.numpy(), want) and len(plan.actions) >= 7
+    np.testing.assert_allclose(y.numpy(), compute(from_numpy(x)).numpy(), rtol=1e-6)

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from places import gemm, of_threads
+from places import gemm, of_threads, on_the_cpu
 from places import launch as launch_kernel
 
 from pyops import backend
@@ -98,6 +98,22 @@ def result(shape, dtype, layout='contiguous'):
         outside[inside] = False
         assert (frame[outside] == -77).all(), 'wrote beyond its view'
     return y, check
+
+
+@on_the_cpu
+@pytest.mark.parametrize('layout_a', LAYOUTS)
+@pytest.mark.parametrize('layout_b', LAYOUTS)
+@pytest.mark.parametrize('dtype', DTYPES, **ids)
+def test_where_copies_the_bits_on_every_layout(layout_a, layout_b, dtype):
+    rng = np.random.default_rng(1)
+    for shape in SHAPES:
+        a, b = (LAYOUTS[layout](values(rng, shape, dtype)) for layout in (layout_a, layout_b))
+        for layout in (layout_a, 'contiguous', 'one row for all'):
+            condition = LAYOUTS[layout](rng.choice(np.array([0, 1, -0.0, 3], dtype), shape))
+            y, check = result(shape, dtype)
+            launch('strided_where', arrays=(y, condition, a, b))
+            assert y.tobytes() == np.where(condition != 0, a, b).tobytes()
+            check()
 
 
 @quiet

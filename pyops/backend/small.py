@@ -1,0 +1,362 @@
+"""Operations on small arrays of the CPU, each with one dictionary look-up, one allocation and one call.
+
+The time of an operation on a few elements is Python's: selecting a kernel, broadcasting, converting arguments.  All of that
+depends only on the shapes, strides and dtypes of the operands, so it is done once for each combination and remembered as a
+prepared call: the function of the library, the C arrays that describe the layout, and the shape of the result.
+
+`binary(array_type, op)` and the others return a function that computes op as a new array of `array_type` (the class NDArray).
+It returns None whenever the general path has to run: for arrays of another device or with freed memory, mixed dtypes, large
+results, operands that do not broadcast, while a plan records.  The general path also raises all errors.
+"""
+import math
+
+import numpy as np
+
+from pyops.backend import library, state
+from pyops.backend.arrays import row_major
+from pyops.backend.host import HOST, KINDS, NULL, SMALL, small_buffer, small_memory
+from pyops.backend.operations import CONVERSIONS, DOUBLE, FLOAT, INT, layout
+
+MOST_CALLS = 4096       # prepared calls of an operation
+PYTHON_NUMBERS = frozenset((float, int))
+_ON_INT = frozenset(('copy', 'negate', 'abs'))          # unary operations that int32 has, too
+_KEEP_MASKS = frozenset(('copy', 'abs', 'max', 'min'))  # of one array: the result of a mask is a mask
+_new_object = object.__new__
+
+
+def _result(array_type, pointer, nbytes, shape, strides, dtype):
+    """Return a compact array over new memory.  Setting the attributes here takes half the time of __init__."""
+    y = _new_object(array_type)
+    y.buffer = small_buffer(pointer, nbytes)
+    y.offset = 0
+    y.shape = shape
+    y.strides = strides
+    y.dtype = dtype
+    return y
+
+
+def _remember(calls, key, call):
+    if len(calls) >= MOST_CALLS:
+        calls.clear()
+    calls[key] = call
+    return call
+
+
+def _memory_of(shape, dtype):
+    """Return (kind of pointer, number of elements, bytes, shape, strides, dtype) of a result; None if it is not small."""
+    count = math.prod(shape)
+    nbytes = count * dtype.itemsize
+    return (KINDS[dtype], count, nbytes, shape, row_major(shape), dtype) if 0 < nbytes <= SMALL else None
+
+
+def _common_shape(a, b, op):
+    """Return the shape of the result of op; None for operands that the general path converts or rejects."""
+    if a.dtype is not b.dtype or a.dtype not in KINDS or (op == 'divide' and a.dtype is INT):
+        return None
+    return _broadcast(a.shape, b.shape)
+
+
+def _broadcast(*shapes):
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        return None
+
+
+def binary(array_type, op, compares, may_be_mask):
+    """Return f(a, b).  compares: the result is a mask;  may_be_mask: the general path decides that if both operands are."""
+    calls = {}
+
+    def prepared(a, b):
+        shape = _common_shape(a, b, op)
+        memory = None if shape is None else _memory_of(shape, a.dtype)
+        return memory and (HOST.function('strided_binary', a.dtype), *memory, HOST.numbers[op],
+                           *layout(shape, shape, row_major(shape), a.shape, a.strides, b.shape, b.strides))
+
+    def run(a, b):
+        left, right = a.buffer, b.buffer
+        if left.device is not HOST or right.device is not HOST or state.hooked_thread is not None:
+            return None
+        key = a.shape, a.strides, a.dtype, b.shape, b.strides, b.dtype
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(a, b))
+        if call is None:
+            return None
+        if may_be_mask and left.mask is not None and right.mask is not None:
+            return None
+        function, kind, count, nbytes, shape, strides, dtype, number, c_shape, c_strides, ndim = call
+        pointer = small_memory(kind, count)
+        try:
+            status = function(pointer, left.pointer + a.offset if a.offset else left.pointer,
+                              right.pointer + b.offset if b.offset else right.pointer, c_shape, c_strides, ndim, number, NULL)
+        except TypeError:               # the pointer of freed memory is None
+            return None
+        if status:
+            HOST.check(status)
+        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        if compares:
+            y.buffer.mask = 0           # the version of a new Buffer
+        return y
+    return run
+
+
+def scalar(array_type, op, compares):
+    """Return f(x, value, reflected) for a Python number."""
+    calls = {}
+
+    def prepared(x, reflected):
+        if x.dtype not in KINDS or (op == 'divide' and x.dtype is INT):
+            return None
+        memory = _memory_of(x.shape, x.dtype)
+        if memory is None:
+            return None
+        x_layout, number = (x.shape, x.strides), ((), ())
+        if x.dtype is not DOUBLE:
+            where, family = layout(x.shape, x.shape, memory[4], *x_layout), 'strided_scalar'
+        else:                           # kernels for float64 take no scalars
+            order = (number, x_layout) if reflected else (x_layout, number)
+            where, family = layout(x.shape, x.shape, memory[4], *order[0], *order[1]), 'strided_binary'
+        return HOST.function(family, x.dtype), *memory, HOST.numbers[op], *where
+
+    def run(x, value, reflected):
+        buffer = x.buffer
+        if value.__class__ not in PYTHON_NUMBERS or buffer.device is not HOST or state.hooked_thread is not None:
+            return None
+        key = x.shape, x.strides, x.dtype, reflected
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(x, reflected))
+        if call is None:
+            return None
+        function, kind, count, nbytes, shape, strides, dtype, number, c_shape, c_strides, ndim = call
+        pointer = small_memory(kind, count)
+        try:
+            at = buffer.pointer + x.offset
+            if dtype is not DOUBLE:
+                status = function(pointer, at, c_shape, c_strides, ndim, number, reflected, value, NULL)
+            else:
+                one = small_memory(kind, (value,))
+                status = function(pointer, one if reflected else at, at if reflected else one, c_shape, c_strides, ndim, number,
+                                  NULL)
+        except (TypeError, OverflowError):      # freed memory, a float and int32, an integer outside int32
+            return None
+        if status:
+            HOST.check(status)
+        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        if compares:
+            y.buffer.mask = 0
+        return y
+    return run
+
+
+def unary(array_type, op):
+    """Return f(x)."""
+    def prepared(x, *_):
+        memory = _memory_of(x.shape, x.dtype) if x.dtype in KINDS and (x.dtype is not INT or op in _ON_INT) else None
+        return memory and (HOST.function('strided_unary', x.dtype), *memory,
+                           (*layout(x.shape, x.shape, memory[4], x.shape, x.strides), HOST.numbers[op], NULL))
+    return _of_one_array(array_type, prepared, op)
+
+
+def convert(array_type):
+    """Return f(x, dtype) for a dtype other than that of x."""
+    def prepared(x, dtype, _):
+        memory = _memory_of(x.shape, dtype) if (dtype, x.dtype) in CONVERSIONS else None
+        return memory and (getattr(library.cpu().lib, f'pyops_{CONVERSIONS[dtype, x.dtype]}'), *memory,
+                           (*layout(x.shape, x.shape, memory[4], x.shape, x.strides), NULL))
+    return _of_one_array(array_type, prepared, 'convert')
+
+
+def reduce(array_type, op):
+    """Return f(x, axes, keepdims).  axes: a tuple of ints in [0, ndim)."""
+    def prepared(x, axes, keepdims):
+        if x.dtype not in KINDS or 0 in x.shape:
+            return None
+        kept = tuple([1 if d in axes else n for d, n in enumerate(x.shape)])
+        shape = kept if keepdims else tuple([n for d, n in enumerate(x.shape) if d not in axes])
+        memory = _memory_of(shape, x.dtype)
+        return memory and (HOST.function('strided_reduce', x.dtype), *memory,
+                           (*layout(x.shape, kept, row_major(kept), x.shape, x.strides), HOST.numbers[op], NULL))
+    return _of_one_array(array_type, prepared, op)
+
+
+def _of_one_array(array_type, prepared, op):
+    """Return f(x, how, more).  prepared(x, how, more) returns the call, whose last item is the arguments after the arrays."""
+    calls, keeps_masks, takes_masks = {}, op in _KEEP_MASKS, op != 'negate'
+
+    def run(x, how=None, more=None):
+        buffer = x.buffer
+        if buffer.device is not HOST or state.hooked_thread is not None:
+            return None
+        key = x.shape, x.strides, x.dtype, how, more
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(x, how, more))
+        if call is None or (buffer.mask is not None and not takes_masks):
+            return None
+        function, kind, count, nbytes, shape, strides, dtype, arguments = call
+        pointer = small_memory(kind, count)
+        try:
+            status = function(pointer, buffer.pointer + x.offset, *arguments)
+        except TypeError:               # the pointer of freed memory is None
+            return None
+        if status:
+            HOST.check(status)
+        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        if keeps_masks and buffer.mask == buffer.version:
+            y.buffer.mask = 0           # the version of a new Buffer
+        return y
+    return run
+
+
+def matmul(array_type):
+    """Return f(a, b) for vectors and matrices of float32, as pyops.backend.gemm."""
+    calls = {}
+
+    def prepared(a, b):
+        if a.dtype is not FLOAT or b.dtype is not FLOAT or not 1 <= len(a.shape) <= 2 or not 1 <= len(b.shape) <= 2:
+            return None
+        (M, K), (a_row, a_column) = (a.shape, a.strides) if len(a.shape) == 2 else ((1, *a.shape), (0, *a.strides))
+        (rows, N), (b_row, b_column) = (b.shape, b.strides) if len(b.shape) == 2 else ((*b.shape, 1), (*b.strides, 0))
+        memory = _memory_of(a.shape[:-1] + b.shape[1:], FLOAT) if K == rows else None
+        return memory and (library.cpu().lib.pyops_gemm, *memory,
+                           (NULL, M, N, K, N, a_row, a_column, b_row, b_column, 0, 0, NULL))
+
+    def run(a, b):
+        left, right = a.buffer, b.buffer
+        if left.device is not HOST or right.device is not HOST or state.hooked_thread is not None:
+            return None
+        key = a.shape, a.strides, a.dtype, b.shape, b.strides, b.dtype
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(a, b))
+        if call is None:
+            return None
+        function, kind, count, nbytes, shape, strides, dtype, arguments = call
+        pointer = small_memory(kind, count)
+        try:
+            status = function(pointer, left.pointer + a.offset, right.pointer + b.offset, *arguments)
+        except TypeError:
+            return None
+        if status:
+            HOST.check(status)
+        return _result(array_type, pointer, nbytes, shape, strides, dtype)
+    return run
+
+
+def in_place(op):
+    """Return f(y, x), which computes y = op(y, x), or y = x for op 'copy', and returns whether it did.  x: an array or a Python
+    number."""
+    calls, copies = {}, op == 'copy'
+
+    def prepared(y, x):
+        is_broadcast = any([n > 1 and not step for n, step in zip(y.shape, y.strides, strict=True)])
+        if y.dtype not in KINDS or 0 in y.shape or is_broadcast or (op == 'divide' and y.dtype is INT):
+            return None
+        own = y.shape, y.shape, y.strides
+        if x is None:
+            family, where = ('strided_fill', layout(*own)) if copies else ('strided_scalar', layout(*own, y.shape, y.strides))
+            return None if y.dtype is DOUBLE else (HOST.function(family, y.dtype), HOST.numbers[op], *where)
+        if _common_shape(y, x, op) != y.shape:
+            return None
+        family, where = ('strided_unary', layout(*own, x.shape, x.strides)) if copies else (
+            'strided_binary', layout(*own, y.shape, y.strides, x.shape, x.strides))
+        return HOST.function(family, y.dtype), HOST.numbers[op], *where
+
+    def run(y, x):
+        is_number, buffer = x.__class__ in PYTHON_NUMBERS, y.buffer
+        if not is_number and x.__class__ is not y.__class__ or buffer.device is not HOST or state.hooked_thread is not None:
+            return False
+        key = (y.shape, y.strides, y.dtype) if is_number else (y.shape, y.strides, y.dtype, x.shape, x.strides, x.dtype)
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(y, None if is_number else x))
+        if call is None:
+            return False
+        function, number, c_shape, c_strides, ndim = call
+        try:
+            to = buffer.pointer + y.offset
+            if not is_number:
+                other = x.buffer
+                if other.device is not HOST or other is buffer or other.foreign or buffer.foreign:      # they may overlap
+                    return False
+                at = other.pointer + x.offset
+                status = function(*((to, at) if copies else (to, to, at)), c_shape, c_strides, ndim, number, NULL)
+            elif copies:
+                status = function(to, c_shape, c_strides, ndim, x, NULL)
+            else:
+                status = function(to, to, c_shape, c_strides, ndim, number, 0, x, NULL)
+        except (TypeError, OverflowError):      # freed memory, a float and int32, an integer outside int32
+            return False
+        if status:
+            HOST.check(status)
+        buffer.version += 1
+        return True
+    return run
+
+
+def where(array_type):
+    """Return f(condition, a, b) for an array `condition`; a or b may be a Python number."""
+    calls = {}
+
+    def prepared(condition, a, b):
+        real = next((x for x in (a, b) if isinstance(x, array_type)), None)
+        if real is None or real.dtype not in KINDS or condition.dtype is not real.dtype:
+            return None
+        operands = []
+        for x in (condition, a, b):
+            if x.__class__ in PYTHON_NUMBERS:
+                if x.__class__ is float and real.dtype is INT:          # the result is float32
+                    return None
+                operands.append(((), ()))
+            elif not isinstance(x, array_type) or x.dtype is not real.dtype:
+                return None
+            else:
+                operands.append((x.shape, x.strides))
+        shape = _broadcast(*[own for own, _ in operands])
+        memory = None if shape is None else _memory_of(shape, real.dtype)
+        return memory and (HOST.function('strided_where', real.dtype), *memory,
+                           *layout(shape, shape, row_major(shape), *[part for pair in operands for part in pair]))
+
+    def pointer_to(x, kind):
+        if x.__class__ in PYTHON_NUMBERS:
+            return small_memory(kind, (x,))
+        return x.buffer.pointer + x.offset if x.buffer.device is HOST else None
+
+    def run(condition, a, b):
+        if condition.buffer.device is not HOST or state.hooked_thread is not None:
+            return None
+        key = (condition.shape, condition.strides, condition.dtype,
+               *((a.shape, a.strides, a.dtype) if a.__class__ is array_type else (a.__class__,)),
+               *((b.shape, b.strides, b.dtype) if b.__class__ is array_type else (b.__class__,)))
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(condition, a, b))
+        if call is None or (a.__class__ is array_type and a.buffer.mask is not None):      # the result may be a mask
+            return None
+        function, kind, count, nbytes, shape, strides, dtype, c_shape, c_strides, ndim = call
+        pointer = small_memory(kind, count)
+        try:
+            status = function(pointer, condition.buffer.pointer + condition.offset, pointer_to(a, kind), pointer_to(b, kind),
+                              c_shape, c_strides, ndim, NULL)
+        except (TypeError, OverflowError):      # freed memory, an array on another device, an integer outside int32
+            return None
+        if status:
+            HOST.check(status)
+        return _result(array_type, pointer, nbytes, shape, strides, dtype)
+    return run
+
+
+def argmax(array_type):
+    """Return f(x, axis, keepdims) for compact floats and the last axis or, with axis None, all of them.  axis: at least 0."""
+    def prepared(x, axis, keepdims):
+        n, ndim = math.prod(x.shape), len(x.shape)
+        if x.dtype not in (FLOAT, DOUBLE) or not n or x.strides != row_major(x.shape) or axis not in (None, ndim - 1):
+            return None
+        kept = (1,) * ndim if axis is None else (*x.shape[:-1], 1)
+        columns = n if axis is None else x.shape[-1]
+        memory = _memory_of(kept if keepdims else () if axis is None else kept[:-1], INT)
+        function = library.cpu().lib.pyops_argmax if x.dtype is FLOAT else library.cpu().lib.pyops_argmax_double
+        return memory and (function, *memory, (n // columns, columns, NULL))
+    return _of_one_array(array_type, prepared, 'argmax')
