@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # this sourc
 
 from pyops import flags, nn, optim
 from pyops import functional as F
-from pyops.autograd import no_grad
 from pyops.data import DataLoader, MNISTDataset
 from pyops.errors import exits_cleanly
+from pyops.nn.utils import accuracy
 
 
 class ConvNet(nn.Module):
-    """Images (N, 1, 28, 28) -> logits (N, 10): two convolutions of 5 x 5, each with the maximum of 2 x 2, and two layers."""
+    """Images of 28 x 28 -> logits (N, 10): two convolutions of 5 x 5, each with the maximum of 2 x 2, and two layers."""
 
     def __init__(self, width=16, hidden=100):
         super().__init__()
@@ -29,8 +29,8 @@ class ConvNet(nn.Module):
         self.linear2 = nn.Linear(hidden, 10)
 
     def forward(self, x):
-        x = F.relu(F.max_pool2d(self.conv1(x), 2))              # (N, width, 12, 12)
-        x = F.relu(F.max_pool2d(self.conv2(x), 2))              # (N, 2 width, 4, 4)
+        x = F.relu(F.max_pool2d(self.conv1(x.reshape(-1, 1, 28, 28)), 2))       # (N, width, 12, 12)
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))                              # (N, 2 width, 4, 4)
         return self.linear2(F.relu(self.linear1(x.flatten(1))))
 
 
@@ -51,20 +51,6 @@ def make_optimizer(model, lr):
     return optim.Adam(model.parameters(), lr)
 
 
-def batches_of(loader, epochs):
-    """Yield batches of images (N, 1, 28, 28) and labels."""
-    for _ in range(epochs):
-        for images, labels in loader:
-            yield images.reshape(-1, 1, 28, 28), labels
-
-
-def accuracy(model, dataset):
-    model.eval()
-    with no_grad():
-        right = sum((model(x).argmax(1) == y).sum().item() for x, y in batches_of(DataLoader(dataset, 500), 1))
-    return right / len(dataset)
-
-
 def main(argv=None):
     p = flags.ArgumentParser(prog='digits_cnn.py', description='Train a convolutional network on handwritten digits.')
     p.add_argument('folder', nargs='?', help='the folder with MNIST (default: the embedded digits)')
@@ -77,11 +63,12 @@ def main(argv=None):
     model = ConvNet().reset_parameters(args.seed)
     loader = DataLoader(training, args.batch_size, shuffle=True, seed=args.seed)
     start = time.perf_counter()
-    losses = train(model, make_optimizer(model, args.lr), batches_of(loader, args.epochs), args.lr, args.epochs * len(loader))
+    batches = (batch for _ in range(args.epochs) for batch in loader)
+    losses = train(model, make_optimizer(model, args.lr), batches, args.lr, args.epochs * len(loader))
     print(f'{time.perf_counter() - start:.1f} s of training', file=sys.stderr)
     for epoch in range(args.epochs):
         print(f'epoch {epoch + 1} loss : {np.mean(losses[epoch * len(loader):(epoch + 1) * len(loader)]):.4f}')
-    print(f'accuracy : {accuracy(model, test):.4f}')
+    print(f'accuracy : {accuracy(model, DataLoader(test, 500)):.4f}')
 
 
 if __name__ == '__main__':

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # this sourc
 
 from pyops import flags, nn, optim
 from pyops import functional as F
-from pyops.autograd import no_grad
 from pyops.data import CIFAR10Dataset, DataLoader, RandomCrop, RandomFlipHorizontal
 from pyops.errors import exits_cleanly
+from pyops.nn.utils import accuracy
 
 
 class Block(nn.Module):
@@ -88,14 +88,6 @@ def datasets(folder):
     return CIFAR10Dataset.of(*stripes(1000, 0), transforms), CIFAR10Dataset.of(*stripes(200, 1))
 
 
-def accuracy(model, dataset):
-    model.eval()
-    with no_grad():
-        right = sum((model(x).argmax(1) == y).sum().item() for x, y in DataLoader(dataset, 200))
-    model.train()
-    return right / len(dataset)
-
-
 def main(argv=None):
     p = flags.ArgumentParser(prog='residual_cnn.py', description='Train a small residual network on images.')
     p.add_argument('folder', nargs='?', help='the folder with CIFAR-10 (default: draw images)')
@@ -109,7 +101,7 @@ def main(argv=None):
     optimizer, loader = make_optimizer(model, args.lr), DataLoader(training, args.batch_size, shuffle=True, num_workers=1)
     for epoch in range(args.epochs):
         loss = np.mean(train(model, optimizer, loader))
-        print(f'epoch {epoch + 1} loss : {loss:.4f}  accuracy : {accuracy(model, test):.3f}', flush=True)
+        print(f'epoch {epoch + 1} loss : {loss:.4f}  accuracy : {accuracy(model, DataLoader(test, 200)):.3f}', flush=True)
 
 
 if __name__ == '__main__':

@@ -12,13 +12,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # this sourc
 
 from pyops import flags, nn, optim
 from pyops import functional as F
-from pyops.autograd import no_grad
 from pyops.data import DataLoader, MNISTDataset
 from pyops.errors import exits_cleanly
+from pyops.nn.utils import accuracy
 
 
 class VisionTransformer(nn.Module):
-    """Images (N, 1, 28, 28) -> logits (N, 10): 16 patches of 7 x 7, a transformer over them, the mean of its outputs."""
+    """Images of 28 x 28 -> logits (N, 10): 16 patches of 7 x 7, a transformer over them, the mean of its outputs."""
 
     def __init__(self, width=32, heads=4, layers=2):
         super().__init__()
@@ -29,7 +29,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, images):
-        tokens = self.patches(images).flatten(2).transpose(1, 2)            # (N, 16, width)
+        tokens = self.patches(images.reshape(-1, 1, 28, 28)).flatten(2).transpose(1, 2)            # (N, 16, width)
         return self.head(self.encoder(tokens + self.positions.weight).mean(1))
 
 
@@ -50,22 +50,6 @@ def make_optimizer(model, lr):
     return optim.AdamW(model.parameters(), lr, weight_decay=0.01)
 
 
-def batches_of(dataset, batch_size, epochs=1):
-    """Yield batches of shuffled images (N, 1, 28, 28) and labels."""
-    loader = DataLoader(dataset, batch_size, shuffle=True, drop_last=True)
-    for _ in range(epochs):
-        for images, labels in loader:
-            yield images.reshape(-1, 1, 28, 28), labels
-
-
-def accuracy(model, dataset):
-    model.eval()
-    with no_grad():
-        right = sum((model(x.reshape(-1, 1, 28, 28)).argmax(1) == y).sum().item() for x, y in DataLoader(dataset, 500))
-    model.train()
-    return right / len(dataset)
-
-
 def main(argv=None):
     p = flags.ArgumentParser(prog='vision_transformer.py', description='Train a vision transformer on handwritten digits.')
     p.add_argument('folder', nargs='?', help='the folder with MNIST (default: the embedded digits)')
@@ -76,10 +60,11 @@ def main(argv=None):
     args = p.parse_args(argv)
     training, test = (MNISTDataset(is_train, args.folder, embedded=not args.folder) for is_train in (True, False))
     model = VisionTransformer(args.width)
-    losses = train(model, make_optimizer(model, args.lr), batches_of(training, args.batch_size, args.epochs), args.lr)
+    loader = DataLoader(training, args.batch_size, shuffle=True, drop_last=True)
+    losses = train(model, make_optimizer(model, args.lr), (batch for _ in range(args.epochs) for batch in loader), args.lr)
     for step in range(49, len(losses), 50):
         print(f'step {step + 1} loss : {np.mean(losses[step - 49:step + 1]):.4f}')
-    print(f'accuracy : {accuracy(model, test):.3f}')
+    print(f'accuracy : {accuracy(model, DataLoader(test, 500)):.3f}')
 
 
 if __name__ == '__main__':

@@ -1225,3 +1225,23 @@ def test_two_tensors_over_the_same_memory_have_gradients_of_their_own():
     y = apply(ops.Residual(), x, x.detach())
     first, = grad(y.sum(), x)
     assert (y.numpy() == 2 * x.numpy()).all() and (first.numpy() == 1).all()
+def test_accuracy_is_the_fraction_of_right_predictions_in_evaluation_mode():
+    class Noted(nn.Module):
+        def __init__(self):
+            self.frozen = nn.Dropout(0.9).eval()
+            self.dropout = nn.Dropout(0.9)
+
+        def forward(self, x):
+            assert not self.training and not self.dropout.training
+            y = self.dropout(x * 1)
+            assert not y.requires_grad
+            return y
+    model, logits, labels = Noted(), normal(50, 7), np.arange(50, dtype=np.int32) % 7
+    batches = [(Tensor(logits[i:i + 20], requires_grad=True), Tensor(labels[i:i + 20])) for i in range(0, 50, 20)]
+    assert nn.utils.accuracy(model, batches) == (logits.argmax(1) == labels).mean()
+    assert model.training and model.dropout.training and not model.frozen.training
+    with pytest.raises(ValueError, match='accuracy: expected batches of inputs and labels, got none'):
+        nn.utils.accuracy(model, [])
+    with pytest.raises(TypeError):
+        nn.utils.accuracy(model, [(None, None)])
+    assert model.training

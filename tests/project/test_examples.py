@@ -80,7 +80,7 @@ def batches_for(name, example, torch):
         ours = [*DataLoader(training, 16, shuffle=True)][:20]
     else:
         digits = MNISTDataset(embedded=True)
-        ours = [(x.reshape(-1, 1, 28, 28), y) for x, y in DataLoader(digits, 16, sampler=range(320))]
+        ours = [*DataLoader(digits, 16, sampler=range(320))]
     def twin(x):
         found = torch.tensor(x.numpy())
         return found.double() if found.is_floating_point() else found.long()
