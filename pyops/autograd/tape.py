@@ -113,7 +113,10 @@ def constant(array: NDArray) -> Tensor:
 def wrap(array: NDArray, origin: Origin | None) -> Tensor:
     """Create the Tensor of an op's output."""
     tensor = object.__new__(Recorded.of_results)
-    tensor.array, tensor.origin, tensor.requires_grad, tensor._grad = array, origin, origin is not None, None
+    tensor.array = array
+    tensor.origin = origin
+    tensor.requires_grad = origin is not None
+    tensor._grad = None
     return tensor
 
 
@@ -187,10 +190,10 @@ def apply(op: Any, *inputs: Any, **constants: Any) -> Any:
         return mode.interpreter(op, inputs, constants)
     if not (isinstance(op, type) and issubclass(op, ArrayOp)):
         return _apply_kernel(op, inputs, constants)
-    arrays, parents, record = [], [], False
+    arrays, parents, record, of_results = [], [], False, Recorded.of_results
     for x in inputs:
         parent = None
-        if isinstance(x, Recorded):
+        if x.__class__ is of_results or isinstance(x, Recorded):
             if x.requires_grad:
                 parent, record = x if x.origin is None else x.origin, True
             x = x.array
@@ -204,11 +207,11 @@ def apply(op: Any, *inputs: Any, **constants: Any) -> Any:
         check_finite(name_of(op), arrays, y if several else (y,))
     if not (record and mode.grad):
         return tuple(wrap(a, None) for a in y) if several else wrap(y, None)
-    outputs = y if several else (y,)
-    node = Node(op, ctx, parents, [id(a) for a in (*arrays, *outputs)],
-                [(a.buffer, a.buffer.version, a.shape) for a in ctx if type(a) is NDArray],
-                [(a.shape, a.dtype, a.buffer.device) for a in outputs], several)
-    return tuple(wrap(a, (node, i)) for i, a in enumerate(y)) if several else wrap(y, (node, 0))
+    guards = [(a.buffer, a.buffer.version, a.shape) for a in ctx if type(a) is NDArray]
+    if not several:                                     # the usual case, without loops: small ops take microseconds
+        return wrap(y, (Node(op, ctx, parents, [*map(id, arrays), id(y)], guards, [(y.shape, y.dtype, y.buffer.device)]), 0))
+    node = Node(op, ctx, parents, [*map(id, (*arrays, *y))], guards, [(a.shape, a.dtype, a.buffer.device) for a in y], True)
+    return tuple(wrap(a, (node, i)) for i, a in enumerate(y))
 
 
 def has_nan(x: Any) -> bool:

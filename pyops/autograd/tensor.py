@@ -369,7 +369,7 @@ class Tensor(Recorded, Methods):
 
 def _operand(tensor: Tensor, other: Any) -> Any:
     """Return an operand: a Tensor or a number unchanged, an array as a constant, else NotImplemented."""
-    if isinstance(other, (Tensor, numbers.Real)):
+    if other.__class__ in (Tensor, float, int) or isinstance(other, (Tensor, numbers.Real)):       # numbers.Real takes long
         return other
     if isinstance(other, NDArray):
         return Tensor(other, device=tensor.device)
