@@ -54,7 +54,8 @@ class PlanTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    kind: str           # 'parameter', 'gradient', 'moment', 'input' (given by name), 'intermediate', 'scratch'
+    kind: str           # 'parameter', 'gradient', 'moment', 'input' (given by name), 'mapped' (an input that is a mapped file,
+                        # which takes no memory of the process), 'intermediate', 'scratch'
     base: PlanTensor | None = None
 
     @property
@@ -224,7 +225,8 @@ class Plan:
                             f'= {params.initial(name)}' for name in params]
         for name, array in inputs.items():
             start = location(array)
-            self._regions.append((start, start + array.nbytes, PlanTensor(name, array.shape, array.dtype, 'input')))
+            kind = 'mapped' if isinstance(array, np.memmap) else 'input'
+            self._regions.append((start, start + array.nbytes, PlanTensor(name, array.shape, array.dtype, kind)))
 
     def _know_touched(self, params):
         """Name the `touched` words of sparse gradients; they count as gradients."""
@@ -581,12 +583,12 @@ class Plan:
 
     def memory(self) -> MemoryUse:
         """Return the MemoryUse of the step."""
-        kinds = {kind: 0 for kind in ('parameter', 'gradient', 'moment', 'input')}
+        kinds = {kind: 0 for kind in ('parameter', 'gradient', 'moment', 'input', 'mapped')}
         for start, end, tensor in self._regions:
             kinds[tensor.kind] += end - start
         blocks = sum(block.nbytes for block in self._blocks)
         return MemoryUse(kinds['parameter'], kinds['gradient'], kinds['moment'], kinds['input'], blocks,
-                      self._asked - blocks, sum(kinds.values()) + blocks)
+                      self._asked - blocks, sum(kinds.values()) - kinds['mapped'] + blocks)
 
     def profile(self, runs: int = 20) -> Profile:
         """Run the plan `runs` times, timing every action, and return a pyops.profile.Profile."""
@@ -612,7 +614,7 @@ class Plan:
         tensors = {(t.name, t.shape): f't{i}' for i, t in enumerate(self.tensors())}
         kinds = {(t.name, t.shape): t.kind for t in self.tensors()}
         colours = dict(parameter='#cfe2ff', gradient='#ffd9cc', moment='#e8e8e8', input='#d9f2d9', scratch='#ffffff',
-                       intermediate='#fff6cc')
+                       intermediate='#fff6cc', mapped='#d9f2d9')
         for (name, shape), node in tensors.items():
             lines.append(f'  {node} [label={json.dumps(f"{name}{chr(10)}{_shape(shape)}")}, shape=ellipse, style=filled, '
                          f'fillcolor="{colours[kinds[name, shape]]}"];')

@@ -215,8 +215,10 @@ def raw_pairs(text):
     return [(source.strip(), target.strip()) for source, target, *_ in lines]
 
 
-def parse(raw, name):
+def parse(raw, name, first=1):
     """Return the sources and targets in the bytes of a text, with each sentence's tokens joined by spaces.
+
+    first: number of its first line, for messages
 
     UserError if it is empty or not UTF-8, or a line has other columns than Corpus.load accepts.
     """
@@ -224,7 +226,7 @@ def parse(raw, name):
     sources, targets = [], []
     wide = []                                               # numbers of lines with too many columns
     # Not splitlines: some sentences contain exotic line separators, which are white space within a line.
-    for number, line in enumerate(preprocess(text).split('\n'), 1):
+    for number, line in enumerate(preprocess(text).split('\n'), first):
         source, *rest = line.split('\t')
         source, target = source.split(), rest[0].split() if rest else []
         if source and target:

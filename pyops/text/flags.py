@@ -77,7 +77,8 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
                              help='end the run after N epochs without a better value of --keep-best (default: do not)')
     data.add_argument('-f', '--corpus', metavar='FILE',
                       help='sentence pairs, one per line, separated by a tab: a text, or a .zip, .gz, .bz2 or .xz file '
-                      "of one; or 'embedded' (default: fra-eng if found, else embedded)")
+                      "of one; a folder of 'python -m pyops.data pack'; or 'embedded' (default: fra-eng if found, else "
+                      'embedded)')
     data.add_argument('--data-dir', metavar='DIR',
                       help='search for fra-eng and tatoeba-test only in DIR (default: $PYOPS_DATA, then ./data)')
     data.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,

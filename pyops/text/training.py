@@ -14,6 +14,7 @@ from pyops.steps import Cut
 from pyops.text import evaluation
 from pyops.text.corpus import Corpus
 from pyops.text.flags import EMBEDDED_HOLD_OUT, NOTHING
+from pyops.text.mapped import SETTINGS, Packed, is_packed
 from pyops.text.pairs import Pairs
 from pyops.text.split import hold_out
 from pyops.text.testsets import TATOEBA, open_excluded, open_test_set
@@ -44,6 +45,8 @@ class Data(NamedTuple):
         settings['hold_out'] and settings['exclude'] None are replaced by the defaults of the corpus.
         least: fewest pairs to train on;  state: of the checkpoint that the run resumes, None: a new run
         """
+        if is_packed(args.corpus):
+            return cls._of_packed(Packed(args.corpus), args, settings, least)
         corpus, line = open_corpus(args.corpus, args.data_dir, settings['tiny'])
         print(line, flush=True)
         if settings['hold_out'] is None:
@@ -77,8 +80,32 @@ class Data(NamedTuple):
             data.train.reserve(data.encode_epoch(1.0, 0, 0))        # single bytes
         return data
 
+    @classmethod
+    def _of_packed(cls, packed, args, settings, least):
+        """Return the Data of a packed corpus, whose pairs are mapped files, and print lines about it."""
+        for name in SETTINGS:
+            given, value = getattr(args, name), packed.content['settings'][name]
+            if given not in (None, value):
+                raise UserError(f'--{name.replace("_", "-")} {given}: {packed.folder} was packed with {value}; leave the flag '
+                                'out, or pack the corpus again')
+            settings[name] = value
+        for name in ('hold_out', 'tiny', 'pairs', 'exclude', 'bpe_dropout'):
+            if settings[name] not in (None, 0, NOTHING):
+                flag = f'--{name.replace("_", "-")}'
+                raise UserError(f'{flag} {settings[name]}: needs the text of the corpus, and {packed.folder} has encoded '
+                                f'pairs; leave {flag} out')
+        settings |= dict(hold_out=0.0, exclude=NOTHING)
+        train, validation = map(packed.pairs, ('train', 'validation'))
+        nothing = Corpus(packed.folder, [], [])
+        print(f'packed corpus : {packed.folder}, {len(train)} pairs, {len(validation)} for validation', flush=True)
+        if len(train) < least:
+            raise UserError(f'{packed.folder}: has {len(train)} pairs to train on, and a batch is {least}; give a smaller -b')
+        return cls(nothing, packed.vocabularies(), train, validation, nothing, nothing, 0.0, nothing, None, None)
+
     def texts(self, part):
         """Return sources, lists of references and the number of sources left out of 'validation' or 'test', as raw text."""
+        if is_packed(self.corpus.name):
+            raise UserError(f'{self.corpus.name}: a packed corpus has no raw text to translate; give --keep-best loss')
         return evaluation.test_set(self.chosen, self.hold_out, part, self.excluded)
 
     @property

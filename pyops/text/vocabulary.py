@@ -78,8 +78,12 @@ class Vocabulary:
         `sentences` is a Sentences, or an iterable of sentences, each a list of tokens or tokens joined by spaces.  Tokens are
         sorted by frequency; equally frequent ones are in order of first occurrence.
         """
-        counts = Counter(sentences.counts() if isinstance(sentences, Sentences) else
-                         chain.from_iterable(map(tokens_of, sentences)))
+        return cls.of_counts(Counter(sentences.counts() if isinstance(sentences, Sentences) else
+                                     chain.from_iterable(map(tokens_of, sentences))), min_count)
+
+    @classmethod
+    def of_counts(cls, counts, min_count=3):
+        """Return the vocabulary of a Counter of tokens, in order of first occurrence; as build does.  Changes the Counter."""
         for special in SPECIALS:
             counts.pop(special, None)
         return cls([*SPECIALS, *(token for token, count in counts.most_common() if count >= min_count)])
