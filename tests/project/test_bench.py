@@ -10,8 +10,9 @@ import time
 
 import pytest
 from conftest import ROOT, environment_without
+from ranks import needs_mpi
 
-from bench import gpu_check, results, serve, table, train, translate
+from bench import gpu_check, kills, results, serve, table, train, translate
 from bench.gpu_contest import Run
 from pyops.errors import UserError
 
@@ -446,3 +447,14 @@ def test_a_graph_of_torch_reads_the_rows_of_its_next_steps(torch, monkeypatch):
     after = next(batches)[0][0]
     made['torch eager graph'][0](2)
     assert replayed == [[[after + 4, after + 5], [after + 6, after + 7]], [[after + 8, after + 9], [after + 10, after + 11]]]
+
+
+# ---- several processes -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+@needs_mpi
+def test_killed_ranks_leave_a_whole_checkpoint_and_no_process(capsys):
+    kills.main(['--times', '3', '--most', '15'])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and lines[3].startswith('kills : 3, all processes ended within ')
+    assert lines[4].endswith(' steps have the bits of an undisturbed process')

@@ -1,4 +1,4 @@
-"""split_checkpoint.sh and restore_checkpoint.sh: byte for byte, nothing lost, every bad input one line."""
+"""split_checkpoint.sh and restore_checkpoint.sh: byte for byte, nothing lost, every bad input one line; keep_training.sh."""
 import hashlib
 import os
 import random
@@ -311,3 +311,35 @@ def test_shasum_where_there_is_no_sha256sum(file, tmp_path):
 @pytest.mark.parametrize('script', ['split', 'restore'])
 def test_shellcheck(script):
     subprocess.run(['shellcheck', os.path.join(SCRIPTS, f'{script}_checkpoint.sh')], check=True)
+
+
+# ---- keep_training.sh ------------------------------------------------------------------------------------------------------
+
+def kept(folder, program):
+    """Return the result of keep_training.sh for a run that executes these lines of sh in the folder."""
+    command = [os.path.join(SCRIPTS, 'keep_training.sh'), str(folder), 'sh', '-c', f'echo run >> runs; {program}']
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {'KEEP_TRAINING_PAUSE': '0'})
+    return result.returncode, result.stderr, (folder / 'runs').read_text().count('run')
+
+
+def test_a_run_that_fails_is_started_again_until_it_is_done(tmp_path):
+    program = 'n=$(wc -l < runs); [ $n -ge 8 ] && exit 0; [ $((n % 3)) -ne 0 ] || echo > $n.safetensors; exit 137'
+    status, err, runs = kept(tmp_path, program)         # every third run saves a checkpoint
+    assert (status, runs) == (0, 8) and err == 'keep_training.sh: status 137; starting again\n' * 7
+
+
+def test_a_run_that_saves_no_checkpoint_is_given_up_after_three_failures(tmp_path):
+    status, err, runs = kept(tmp_path, '[ $(wc -l < runs) -eq 1 ] && echo > a.safetensors; exit 2')
+    assert (status, runs) == (2, 4)
+    assert err.splitlines()[-1] == ('keep_training.sh: error: status 2, and the last 3 runs saved no checkpoint in '
+                                    f'{tmp_path}; see their messages above')
+
+
+@pytest.mark.parametrize('signal', [1, 2, 15])
+def test_a_run_that_a_user_stops_is_not_started_again(signal, tmp_path):
+    assert kept(tmp_path, f'exit {128 + signal}') == (128 + signal, '', 1)
+
+
+def test_keep_training_without_a_command_prints_its_usage(tmp_path):
+    result = subprocess.run([os.path.join(SCRIPTS, 'keep_training.sh'), str(tmp_path)], capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.startswith('usage: keep_training.sh FOLDER COMMAND')
