@@ -248,6 +248,16 @@ def check_program(found, program):
         print(warning, file=sys.stderr)
     if found.path is not None and found.state.get('program') != program:
         raise UserError(f'{found.path}: a checkpoint of {found.state.get("program")}, not of {program}; give another with -c')
+    if found.path is not None:
+        check_padding(found.path, found.state)
+
+
+def check_padding(path, state):
+    """Raise UserError for a seq2seq model of a version that also encoded the padding of sentences: it would translate wrongly.
+    The settings of all later versions have a schedule."""
+    if state.get('program') == 'seq2seq' and 'schedule' not in state.get('settings', {}):
+        raise UserError(f'{path}: was trained by a version that encoded the padding of sentences, which this version leaves '
+                        'out, so its translations would be wrong; train it again, or use the version that saved it')
 
 
 def _exists(path):

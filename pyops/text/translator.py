@@ -87,6 +87,7 @@ def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translat
     program = state.get('program') if isinstance(state, dict) else None
     if program not in PROGRAMS:
         raise UserError(f'{found.path}: a checkpoint of {program}; expected one of {" or ".join(PROGRAMS)}')
+    checkpoint.check_padding(found.path, state)
     settings = {'compute': 'float32'} | state['settings'] | {
         name: value for name, value in replaced.items() if value is not None}
     vocabularies = restore(state['vocabularies'])

@@ -1,0 +1,73 @@
+"""Files of every format version, written by the version named in tests/golden/README.md, can still be read."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import pyops
+from pyops import action_file, checkpoint
+from pyops.errors import UserError
+from pyops.inspect.logs import Logs
+from pyops.steplog import Timeline
+from seq2seq import train, translate
+
+GOLDEN = ROOT / 'tests' / 'golden'
+CHECKPOINTS = sorted(GOLDEN.glob('checkpoint_*'))
+SENTENCES = 'Go on.', 'Help me!', 'I am well.'
+
+
+def test_there_is_a_file_of_every_version():
+    assert [path.name for path in CHECKPOINTS] == [f'checkpoint_{n + 1}' for n in range(checkpoint.VERSION)]
+    listed = (GOLDEN / 'README.md').read_text()
+    assert all(f'`{path.name}`' in listed for path in GOLDEN.iterdir() if path.name != 'README.md')
+    assert sum(path.stat().st_size for path in GOLDEN.rglob('*') if path.is_file()) < 200_000
+
+
+def test_a_model_that_was_trained_on_padding_is_refused_because_it_would_translate_wrongly():
+    (path,) = (GOLDEN / 'checkpoint_1').glob('*.safetensors')
+    tensors, state = checkpoint.load(path)
+    facts = json.loads((path.parent / 'facts.json').read_text())
+    assert {name: float(np.abs(tensor, dtype=np.float64).sum()) for name, tensor in tensors.items()} == facts['sums']
+    assert state['program'] == 'seq2seq' and state['run']['epoch'] == 60 and len(state['vocabularies']) == 2
+    for call in (lambda: pyops.load(path), lambda: translate.main(['-c', str(path), 'Go on.']),
+                 lambda: train.main(['-f', str(GOLDEN / 'pairs.txt'), '-c', str(path)])):
+        with pytest.raises(UserError, match=f'{path}: was trained by a version that encoded the padding of sentences'):
+            call()
+
+
+@pytest.mark.parametrize('folder', CHECKPOINTS[1:], ids=lambda path: path.name)
+def test_a_checkpoint_translates_as_it_did_and_is_trained_further(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / 'run')
+    (path,) = (tmp_path / 'run').glob('*.safetensors')
+    tensors, state = checkpoint.load(path)
+    facts = json.loads((folder / 'facts.json').read_text())
+    assert {name: float(np.abs(tensor, dtype=np.float64).sum()) for name, tensor in tensors.items()} == facts['sums']
+    translate.main(['-c', str(tmp_path / 'run'), *SENTENCES])
+    assert capsys.readouterr().out.splitlines()[-len(SENTENCES):] == facts['translations']
+    epochs = state['run']['epoch'] + 1
+    train.main(['-f', str(GOLDEN / 'pairs.txt'), '-e', str(epochs), '-c', str(tmp_path / 'run'), '--threads', '1'])
+    newest = checkpoint.find(tmp_path / 'run', serving=True)
+    assert newest.state['run']['epoch'] == epochs and newest.path != str(path)
+
+
+def test_a_dump_is_read():
+    logs = Logs(GOLDEN / 'dump_1')
+    x, y, dy = logs.entries
+    assert (x.layer, x.name, x.format, x.step, x.shape) == ('encoder.0.q', 'input', 'hifp8', 5, (3, 2, 4)) and not logs.skipped
+    assert [(entry.operation, entry.name) for entry in (y, dy)] == [('forward', 'output'), ('backward', 'grad_output')]
+    values = np.random.default_rng(0).standard_normal((3, 2, 4)).astype('f')
+    assert (x.load() == values).all()
+    assert [(step['step'], step['loss'], step['norm']) for step in logs.steps] == [(5, 2.5, 0.75), (6, None, None)]
+
+
+def test_a_kernel_call_is_replayed():
+    call, inputs, results = action_file.replay(GOLDEN / 'action_1.safetensors')
+    assert call['kernel'] == 'gemm' and call['about']['layer'] == 'hidden' and inputs['a'].shape == (3, 5)
+    assert not np.isfinite(results['c']).all()
+
+
+def test_the_steps_of_a_run_are_read():
+    timeline = Timeline(GOLDEN / 'checkpoint_2')
+    assert len(timeline) > 0 and np.isfinite(timeline.values).all() and timeline.sessions[0].facts['program'] == 'seq2seq'
