@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format emulated-asan emulated-tsan ladder venv demo site test test-all asan bench quality gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format soak emulated-asan emulated-tsan ladder venv demo site test test-all asan bench quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -267,6 +267,10 @@ asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and Und
 	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/backend/test_ndarray.py tests/backend/test_chains.py -k 'not torch'
+
+SECONDS ?= 60
+soak: cpu .venv/test-ready ## train random programs for SECONDS, with plans, threads and other memory: the bits must be equal
+	.venv/bin/python -m scripts.soak --seconds $(SECONDS)
 
 BENCH := .venv/bin/python -m bench
 bench: cpu .venv/ready ## the machine's limits, kernels, training, translation beside PyTorch's (needs torch: .venv/bin/pip install torch)
