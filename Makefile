@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format soak emulated-asan emulated-tsan ladder venv demo site test test-all asan bench quality gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format soak emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -221,6 +221,18 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 
 site: .venv/site-ready ## build a web site of docs/ with an API reference, in build/site; it needs no network and no server
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict -q
+
+.venv/wheel-ready: .venv/ready
+	.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[wheel]'
+	touch $@
+
+# The wheel is built from the source archive, so it contains nothing of this folder but its sources.  Without nvcc: a CUDA library
+# is for the GPUs of this machine.  auditwheel adds libgomp and names the oldest glibc that the wheel runs with.
+wheel: .venv/wheel-ready ## build dist/: a source archive, and a wheel for the CPU that needs no compiler
+	rm -rf build/wheel && mkdir -p dist
+	env -u MAKEFLAGS -u MAKELEVEL NVCC=none .venv/bin/python -m build --no-isolation -o build/wheel
+	$(if $(filter Linux,$(shell uname -s)),PATH="$(CURDIR)/.venv/bin:$$PATH" auditwheel repair -w dist build/wheel/*.whl,cp build/wheel/*.whl dist)
+	cp build/wheel/*.tar.gz dist
 
 # Tests run in one process per core.  WORKERS=0 runs them in a single process, for debuggers.
 WORKERS ?= $(CORES)

@@ -1,6 +1,7 @@
 """Shared by the digit programs: flags, loading, evaluation.  Nothing large is imported before the flags are parsed."""
 import math
 
+from pyops import programs
 from pyops.flags import (
     ArgumentParser,
     add_finite_flags,
@@ -24,7 +25,7 @@ CHANCE_LOSS = math.log(CLASSES)         # of a model that gives all digits the s
 
 def parser(program, description, hidden, hidden_help):
     """Return a parser with the flags that all digit programs share; `hidden` is the default of --hidden."""
-    p = ArgumentParser(prog=f'python -m {program}', description=description)
+    p = ArgumentParser(prog=programs.command(program), description=description)
     training, data, output = map(p.group, ('training', 'data', 'output'))
     training.add_argument('-e', '--epochs', type=non_negative_int, default=10, metavar='N',
                           help='number of epochs (default %(default)s)')
@@ -57,7 +58,7 @@ def load(args, ranks=False):
     if ranks:
         use_ranks(args)
     if args.report:
-        from mnist import report
+        from . import report
         report.check()
     from pyops.data import mnist
     digits = mnist.load(args.data_dir, args.embedded)
@@ -101,8 +102,9 @@ class Evaluation:
 
     def draw_report(self, path, losses):
         """Draw confusion matrix, loss of each epoch and misread digits into `path`, a PNG."""
-        from mnist import report
         from pyops import backend
+
+        from . import report
         report.draw(path, losses, backend.get(self._images), self._labels, self._predictions())
         print(f'report drawn : {path}')
 

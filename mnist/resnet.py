@@ -6,10 +6,11 @@
 """
 import argparse
 
-from mnist import program
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import fraction, int_up_to, non_negative_float
 from pyops.inspect import flags as saving_flags
+
+from . import program
 
 PROGRAM = 'mnist.resnet'
 AUGMENTATIONS = 'flip', 'crop'
@@ -49,7 +50,6 @@ def main(argv=None):
 
     import numpy as np
 
-    from mnist.mlp_resnet import MLPResNet
     from pyops import backend, fit, nn, plan, quantization
     from pyops.autograd import Tensor, no_grad
     from pyops.backend import launch
@@ -57,6 +57,8 @@ def main(argv=None):
     from pyops.data.batches import gather, gather_pixels
     from pyops.ndarray import as_ndarray
     from pyops.optim import Adam
+
+    from .mlp_resnet import MLPResNet
 
     quantization.ignore_environment(f'the layers of {PROGRAM} round nothing, unlike those in mnist.train')
 

@@ -6,10 +6,11 @@
 """
 import zlib
 
-from mnist import program
 from pyops.errors import exits_cleanly
 from pyops.flags import add_quant_flags, add_rank_flags
 from pyops.inspect import flags as saving_flags
+
+from . import program
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
@@ -96,10 +97,11 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
     pyops.quantization.Family.  as_one: allow the whole step to be one op; its layers take their names from the op.
     sharded: ranks share the moments of the optimizer
     """
-    from mnist.model import MLP, Config
     from pyops import backend, distributed, ops
     from pyops.ops import MLPGradients
     from pyops.optim import Adam
+
+    from .model import MLP, Config
 
     images, labels = backend.put(images), backend.put(labels)
     label_table = labels.reshape(-1, 1)

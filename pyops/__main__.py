@@ -15,6 +15,7 @@ import argparse
 import os.path
 import sys
 
+from pyops import programs
 from pyops.errors import UserError, exits_cleanly
 
 # command -> (what it does, the packages that have a program of this name)
@@ -44,10 +45,11 @@ def parser():
     commands = p.add_commands()
     doctor.add_flags(commands.add_parser('doctor', help='describe this machine and what pyops finds on it; test the kernels'))
     for name, (text, packages) in PROGRAMS.items():
-        program = commands.add_parser(name, help=text, description=f'{text}: as python -m PROGRAM.{name}')
+        program = commands.add_parser(name, help=text, description=f'{text}: as python -m PROGRAM.{name} in the source tree')
         program.add_argument('program', choices=packages, metavar='PROGRAM', help=' or '.join(packages))
         program.add_argument('flags', nargs=argparse.REMAINDER, metavar='...', help='flags of the program')
-        program.set_defaults(run=lambda options, name=name: run_module(f'{options.program}.{name}', options.flags))
+        program.set_defaults(run=lambda options, name=name: run_module(programs.module(f'{options.program}.{name}'),
+                                                                       options.flags))
     commands.add_parser('data', help='list and get data sets: as python -m pyops.data')
     check = commands.add_parser('gradcheck', help='check gradients of ops against central differences in float64')
     check.add_argument('ops', metavar='OP', nargs='*', help='name of an op, such as linear, gru or softmax (default: all)')

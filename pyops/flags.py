@@ -11,6 +11,7 @@ import sys
 from pyops import COMPUTE_TYPES, CPU_PRECISIONS, PRECISIONS, __version__
 from pyops.environment import backend_name
 from pyops.errors import UserError
+from pyops.programs import command as module_command
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -71,13 +72,14 @@ def list_programs(package, description, programs, arguments=None):
     """Run `python -m PACKAGE` for a package that only contains programs: print a usage that lists them, and exit with status 2,
     or 0 for --help.
 
-    programs: {name: one line}, for `python -m PACKAGE.NAME`.
+    programs: {name: one line}, for `python -m PACKAGE.NAME`
     """
     wide = max(map(len, programs))
-    lines = [f'  python -m {package}.{name:{wide}}  {text}' for name, text in programs.items()]
-    parser = ArgumentParser(prog=f'python -m {package}', usage=f'python -m {package}.PROGRAM [FLAGS]',
+    command = module_command(package)
+    lines = [f'  {command}.{name:{wide}}  {text}' for name, text in programs.items()]
+    parser = ArgumentParser(prog=command, usage=f'{command}.PROGRAM [FLAGS]',
                             description='\n'.join([description, '', *lines]),
-                            epilog=f'python -m {package}.PROGRAM --help lists the flags of a program.',
+                            epilog=f'{command}.PROGRAM --help lists the flags of a program.',
                             formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in ('-h', '--help', '--version'):

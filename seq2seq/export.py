@@ -3,7 +3,8 @@ import numpy as np
 
 from pyops.errors import UserError
 from pyops.text.vocabulary import PAD
-from seq2seq.model import parameter_specs
+
+from .model import parameter_specs
 
 # ---- PyTorch -----------------------------------------------------------------------------------------------------
 

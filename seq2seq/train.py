@@ -48,7 +48,8 @@ def main(argv=None):
     from pyops import backend, distributed, fit
     print(f'OMP_THREADS: {backend.threads()}\nepochs : {args.epochs}', flush=True)
     from pyops.text.translator import Translator
-    from seq2seq.model import OFF, SIZES, Config, Seq2Seq, parameter_specs
+
+    from .model import OFF, SIZES, Config, Seq2Seq, parameter_specs
 
     # settings
     found = training.find_checkpoint(args, 'seq2seq')

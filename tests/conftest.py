@@ -1,5 +1,7 @@
 """Shared by all tests: import path, signal handlers, threads per worker, the options --on and --slow, fixtures."""
+import fcntl
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -33,6 +35,22 @@ def environment_without(*names, **values):
     """Return the environment for a process, without `names` and without the variables that make passes to an inner make."""
     dropped = {'MAKEFLAGS', 'MAKELEVEL', 'MFLAGS', *names}
     return {name: value for name, value in os.environ.items() if name not in dropped} | values
+
+
+def made_once(tmp_path_factory, name, make):
+    """Return a folder that make(folder) has filled, the same for all workers of pytest-xdist.  `make` runs in one of them."""
+    base = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        base = base.parent
+    folder, done = base / name, base / f'{name}.done'
+    with open(base / f'{name}.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)       # of a worker in which `make` failed
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
 
 
 def pytest_addoption(parser):

@@ -4,7 +4,8 @@ import numpy as np
 from pyops import backend
 from pyops.ops import Positions
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, UNK
-from transformer.model import parameter_specs
+
+from .model import parameter_specs
 
 _ATTENTIONS = {'encoder': ['self_attention'], 'decoder': ['self_attention', 'cross_attention']}
 EPSILON = 1e-5          # of all layer norms: the default of pyops.ops.LayerNorm

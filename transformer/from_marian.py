@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
+from pyops import programs
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, fraction, int_up_to, output_file
 
@@ -36,7 +37,7 @@ OF_MARIAN = {'type': ('transformer', ''), 'tied-embeddings-all': ('true', 'false
 
 
 def parser():
-    p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Convert a translation model of Marian to a checkpoint.')
+    p = ArgumentParser(prog=programs.command(PROGRAM), description='Convert a translation model of Marian to a checkpoint.')
     group = p.group('conversion')
     group.add_argument('folder', help='the folder with the files of the model')
     group.add_argument('-o', '--output', type=output_file, required=True, metavar='FILE',
@@ -91,8 +92,9 @@ def convert(folder, num_steps=128, hold_out=0.1):
 
     from pyops.text import tokenizer
     from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, UNK
-    from transformer.model import Config, parameter_specs
-    from transformer.train import DEFAULTS
+
+    from .model import Config, parameter_specs
+    from .train import DEFAULTS
     model = read(Path(folder))
     if '<unk>' not in model.ids:
         raise UserError(f'{folder}: the vocabulary has no token <unk>; get the files of the model again')

@@ -62,7 +62,8 @@ def main(argv=None):
     from pyops import distributed, fit
     from pyops.text.translator import Translator
     from pyops.text.vocabulary import BOS, EOS, PAD
-    from transformer.model import SIZES, Config, Transformer, parameter_specs
+
+    from .model import SIZES, Config, Transformer, parameter_specs
 
     # settings
     found = training.find_checkpoint(args, 'transformer')

@@ -25,7 +25,8 @@ def main(argv=None):
 def build(settings, source_size, target_size):
     """Return the model for the settings of a checkpoint; pyops.text.translator calls it."""
     from pyops.settings import configure
-    from transformer.model import Config, Transformer
+
+    from .model import Config, Transformer
     return Transformer(configure(Config, settings, source_size, target_size), seed=None)    # restoring overwrites all values
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops import backend, checkpoint
+from pyops import backend, checkpoint, programs
 from pyops.errors import UserError
 from pyops.text.tokenizer import states
 from pyops.text.translator import of_checkpoint
@@ -29,7 +29,7 @@ class Trained(NamedTuple):
     @property
     def module(self):
         """The program's module `export`."""
-        return importlib.import_module(f'{self.program}.export')
+        return importlib.import_module(programs.module(f'{self.program}.export'))
 
     def settings(self):
         """Return the program, the sizes and settings of the model, and the ids of special tokens as a dict for JSON."""

@@ -1,6 +1,7 @@
 """Flags and settings that the translation programs share.  Imports nothing large, so that --help is quick."""
 import sys
 
+from pyops import programs
 from pyops.errors import UserError
 from pyops.flags import (
     ArgumentParser,
@@ -47,7 +48,7 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
 
     defaults: the program's settings;  epochs: default of -e;  dropped: where dropout is applied, for --help
     """
-    p = ArgumentParser(prog=f'python -m {program}', description=description)
+    p = ArgumentParser(prog=programs.command(program), description=description)
     training, checkpoints, data = map(p.group, ('training', 'checkpoints', 'data'))
     training.add_argument('-e', '--epochs', type=non_negative_int, default=epochs, metavar='N',
                           help='train until N epochs are done; 0 serves a checkpoint (default %(default)s)')
@@ -160,7 +161,7 @@ def defaults_of(args, found, defaults):
 
 def serving_parser(program):
     """Return the parser of a program that translates with a checkpoint; use it with `parse_serving`."""
-    p = ArgumentParser(prog=f'python -m {program}', description='Translate English to French with a checkpoint.')
+    p = ArgumentParser(prog=programs.command(program), description='Translate English to French with a checkpoint.')
     group = p.group('translation')
     group.add_argument('sentence', nargs='*', help='a sentence to translate; -: standard input (default)')
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
@@ -194,7 +195,7 @@ def serving_parser(program):
 
 def evaluation_parser(program):
     """Return the parser of a program that evaluates a checkpoint; use it with `parse_evaluation`."""
-    p = ArgumentParser(prog=f'python -m {program}',
+    p = ArgumentParser(prog=programs.command(program),
                        description='Score the translations of held-out sentences or of a test set: BLEU, chrF.')
     group = p.group('evaluation')
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',

