@@ -53,6 +53,7 @@ def parser():
     commands.add_parser('data', help='list and get data sets: as python -m pyops.data')
     check = commands.add_parser('gradcheck', help='check gradients of ops against central differences in float64')
     check.add_argument('ops', metavar='OP', nargs='*', help='name of an op, such as linear, gru or softmax (default: all)')
+    check.add_argument('--json', action='store_true', help='print the results as one JSON document')
     check.set_defaults(run=gradcheck)
     command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare'))
     serve.add_flags(commands.add_parser('serve', help='translate with a checkpoint over HTTP'))
@@ -82,20 +83,29 @@ def run_module(name, arguments):
 
 
 def gradcheck(options):
-    """Print a table for each op and return the exit status: 1 if a gradient is wrong, else 0."""
+    """Print a table for each op, or JSON, and return the exit status: 1 if a gradient is wrong, else 0."""
     from pyops.differences import check_op, every_op, find_op
-    ops = [find_op(name) for name in options.ops] or every_op()
-    if None in ops:
-        raise UserError(f'{options.ops[ops.index(None)]}: there is no such op; expected one of: '
-                        f'{", ".join(op.__name__ for op in every_op())}')
-    wrong = []
-    for op in ops:
-        report = check_op(op)
-        print(f'{op.__name__}\n{report}\n')
-        if not report:
-            wrong.append(op.__name__)
-    count = f'{len(ops)} op' + 's' * (len(ops) > 1)
-    print(f'{len(wrong)} of {count} wrong: {", ".join(wrong)}' if wrong else f'{count} right')
+    from pyops.flags import did_you_mean
+    ops = []
+    for name in options.ops:
+        if (op := find_op(name)) is None:
+            names = [op.__name__ for op in every_op()]
+            expected = did_you_mean(name, names) or f'; expected one of: {", ".join(names)}'
+            raise UserError(f'{name}: there is no such op{expected}')
+        ops.append(op)
+    reports = {}
+    for op in ops or every_op():
+        report = reports[op.__name__] = check_op(op)
+        if not options.json:
+            print(f'{op.__name__}\n{report}\n')
+    wrong = [name for name, report in reports.items() if not report]
+    if options.json:
+        import json
+        print(json.dumps({'passed': not wrong, 'ops': [{'op': name} | report.as_json() for name, report in reports.items()]},
+                         allow_nan=False))
+    else:
+        count = f'{len(reports)} op' + 's' * (len(reports) > 1)
+        print(f'{len(wrong)} of {count} wrong: {", ".join(wrong)}' if wrong else f'{count} right')
     return 1 if wrong else 0
 
 

@@ -10,6 +10,7 @@ and with their references in float64 for the differences.  An op class provides 
                                     other arrays are constants
 """
 import inspect
+import math
 import operator
 from types import BuiltinFunctionType
 from typing import NamedTuple
@@ -114,7 +115,7 @@ class Row(NamedTuple):
 
 
 class Report:
-    """The rows of a check.  True if all rows are ok; str() returns a table."""
+    """The rows of a check.  True if all rows are ok; str() returns a table, as_json() a dict of JSON values."""
     HEADINGS = ('', 'shape', 'worst at', 'analytic', 'numeric', 'error', '')
 
     def __init__(self, rows, tolerance):
@@ -126,6 +127,13 @@ class Report:
 
     __bool__ = ok.fget
 
+    def as_json(self):
+        """Return {'passed': bool, 'tolerance': float,
+        'arrays': [a dict for each row]}.  Numbers that are not finite are None."""
+        return {'passed': self.ok, 'tolerance': self.tolerance, 'arrays': [
+            {'name': row.name, 'shape': list(row.shape), 'worst_at': list(row.at), 'analytic': _finite(row.got),
+             'numeric': _finite(row.want), 'error': _finite(row.error), 'passed': row.ok} for row in self.rows]}
+
     def __str__(self):
         lines = [self.HEADINGS]
         lines += [(row.name, str(row.shape), str(list(row.at)), f'{row.got:.6g}', f'{row.want:.6g}', f'{row.error:.1e}',
@@ -134,6 +142,10 @@ class Report:
         return '\n'.join('  '.join(cell.ljust(width) if i in (0, 1, 2, 6) else cell.rjust(width)
                                    for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
                          for line in lines)
+
+
+def _finite(value):
+    return value if math.isfinite(value) else None
 
 
 def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):

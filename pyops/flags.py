@@ -18,7 +18,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse with --version and without abbreviated flags, since a flag that is added later may change their meaning.
 
     An error is one line, `PROGRAM: error: -e/--epochs: expected ..., got -1; see --help`, and exit status 2.  For an unknown
-    flag it names the nearest ones.
+    flag, command or choice it names the nearest ones.
     """
 
     others = None           # the name in the namespace for the list of unknown arguments; None: they are an error
@@ -49,6 +49,13 @@ class ArgumentParser(argparse.ArgumentParser):
         near = difflib.get_close_matches(typed, alike, 3, 0) or difflib.get_close_matches(typed, flags, 1, 0.75)
         return f'; did you mean {" or ".join(near)}?' if near else ''
 
+    def _check_value(self, action, value):
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(value, action.choices)
+            raise
+
     def error(self, message):
         message = ' '.join(message.removeprefix('argument ').split())
         self.exit(2, f'{self.prog}: error: {message}{" See" if message.endswith("?") else "; see"} --help\n')
@@ -66,6 +73,14 @@ class ArgumentParser(argparse.ArgumentParser):
             self.exit(2)
         self.set_defaults(run=no_command)
         return self.add_subparsers(title='commands', metavar='COMMAND')
+
+
+def did_you_mean(name, names):
+    """Return '; did you mean X?' with the nearest of `names`, or '' if none is near."""
+    import difflib
+    by_lower_case = {str(known).lower(): known for known in names}
+    near = difflib.get_close_matches(str(name).lower(), by_lower_case, 1, 0.6)
+    return f'; did you mean {by_lower_case[near[0]]}?' if near else ''
 
 
 def list_programs(package, description, programs, arguments=None):

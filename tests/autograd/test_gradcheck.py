@@ -1,4 +1,5 @@
 """Gradients against central differences: every op of the table, what a wrong gradient looks like, the command."""
+import json
 import subprocess
 import sys
 
@@ -198,11 +199,33 @@ def test_the_command_fails_where_a_gradient_is_wrong(capsys, monkeypatch):
     assert left.value.code == 1 and 'WRONG' in out and out.splitlines()[-1] == '1 of 2 ops wrong: Sum'
 
 
+def graded(capsys, *arguments):
+    """-> exit status and the JSON document of `python -m pyops gradcheck --json`."""
+    with pytest.raises(SystemExit) as left:
+        main(['gradcheck', '--json', *arguments])
+    return left.value.code, json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def test_the_json_of_the_command_grades_each_op(capsys, monkeypatch):
+    status, found = graded(capsys, 'layer_norm', 'sum')
+    assert status == 0 and found['passed'] and [op['op'] for op in found['ops']] == ['LayerNorm', 'Sum']
+    assert [(array['name'], array['shape']) for array in found['ops'][0]['arrays']] == [
+        ('y', [4, 6]), ('d x', [4, 6]), ('d weight', [6]), ('d bias', [6])]
+    assert all(array['passed'] and array['error'] < op['tolerance'] for op in found['ops'] for array in op['arrays'])
+    monkeypatch.setattr(Sum, 'backward', lambda dy, ctx: dy.broadcast_to(ctx[0]) * float('nan'))
+    status, found = graded(capsys, 'layer_norm', 'sum')
+    assert status == 1 and not found['passed'] and [op['passed'] for op in found['ops']] == [True, False]
+    values, gradient = found['ops'][1]['arrays']
+    assert values['passed'] and not gradient['passed']
+    assert gradient['analytic'] is gradient['error'] is None and isinstance(gradient['numeric'], float)
+
+
 @pytest.mark.parametrize('arguments', [['gradcheck', 'lineer'], ['nothing']])
 def test_bad_arguments_of_the_command_end_with_one_line(arguments):
     run = subprocess.run([sys.executable, '-m', 'pyops', *arguments], cwd=ROOT, text=True, capture_output=True)
     assert run.returncode == 2 and not run.stdout and 'Traceback' not in run.stderr
     assert run.stderr.count('\n') == 1 and arguments[-1] in run.stderr
+    assert ('; did you mean Linear?' in run.stderr) == (arguments[-1] == 'lineer')
 
 
 @pytest.mark.parametrize('layer', [nn.ReLU, nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, lambda: nn.Linear(5, 3)])

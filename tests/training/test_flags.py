@@ -86,6 +86,15 @@ def test_an_unknown_flag_of_a_command_is_reported_under_its_name(capsys):
                                        'See --help\n')
 
 
+@pytest.mark.parametrize('typed, near', [('dras', 'draw'), ('Server', 'serve'), ('unrelated', None)])
+def test_an_unknown_command_is_reported_with_the_nearest_one(typed, near, capsys):
+    with pytest.raises(SystemExit) as left:
+        run_subcommand([typed])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.startswith(f"python -m tools: error: COMMAND: invalid choice: '{typed}' (choose")
+    assert error.endswith(f'); did you mean {near}? See --help\n' if near else '); see --help\n') and error.count('\n') == 1
+
+
 def run_program(program, *arguments):
     """-> exit status, standard output, standard error; the output ends with whether numpy was imported."""
     code = ('import runpy, sys\nprogram, *sys.argv[1:] = sys.argv[1:]\n'
