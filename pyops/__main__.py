@@ -10,6 +10,8 @@ python -m pyops export ...                  a checkpoint in the format of anothe
 python -m pyops replay FILE                 a kernel call that --check-finite saved, again
 python -m pyops rewind RUN --step N         any tensor of a past step of a run; also bisect, branch
 python -m pyops exercises list|start|check  ops and kernels to complete, with their gradient checks
+python -m pyops version                     versions of pyops, of its kernel header and of Python
+python -m pyops completion bash|zsh         the completion script of a shell
 """
 import argparse
 import os.path
@@ -33,7 +35,7 @@ def main(arguments=None):
 
 def parser():
     # imported here so that exits_cleanly can name a missing package in one line
-    from pyops import debugging, doctor, exercises
+    from pyops import completion, debugging, doctor, exercises
     from pyops.export import command as export
     from pyops.flags import ArgumentParser
     from pyops.inspect import command
@@ -64,7 +66,37 @@ def parser():
     debugging.add_branch_flags(commands.add_parser('branch', help='train on from a past step of a run, beside it'))
     exercises.add_commands(commands.add_parser('exercises', help='ops and kernels to complete, with their gradient checks'))
     export.add_commands(commands.add_parser('export', help='write a checkpoint in the format of another program'))
+    version = commands.add_parser('version', help='print the versions of pyops, of its kernel header and of Python')
+    version.add_argument('--json', action='store_true', help='print JSON')
+    version.set_defaults(run=print_version)
+    shell = commands.add_parser('completion', help='print the script with which a shell completes commands and flags',
+                                description='Print a completion script. Add to ~/.bashrc: eval "$(pyops completion bash)"; to '
+                                            '~/.zshrc, below compinit: eval "$(pyops completion zsh)"')
+    completion.add_flags(shell)
+    shell.set_defaults(run=lambda options: print(completion.script(options.shell, parser(), parsers_of_programs()), end=''))
     return p
+
+
+def parsers_of_programs():
+    """Return {command: ArgumentParser} of the commands that run a module: 'train mnist', ..., 'data'."""
+    from importlib import import_module
+    found = {f'{name} {package}': import_module(programs.module(f'{package}.{name}')).parser()
+             for name, (_, packages) in PROGRAMS.items() for package in packages}
+    return found | {'data': import_module('pyops.data.__main__').parser()}
+
+
+def print_version(options):
+    """Print the versions that a bug report needs, as text or JSON."""
+    import platform
+
+    from pyops import __version__
+    from pyops.backend.library import ABI_VERSION
+    found = {'pyops': __version__, 'abi': ABI_VERSION, 'python': platform.python_version()}
+    if options.json:
+        import json
+        print(json.dumps(found))
+    else:
+        print(f'pyops {__version__}, ABI {ABI_VERSION}, Python {found["python"]}')
 
 
 def run(arguments):

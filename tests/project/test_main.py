@@ -2,15 +2,18 @@
 import importlib.metadata
 import json
 import os
+import platform
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
 
-from pyops import __version__, doctor
+from pyops import PRECISIONS, __version__, doctor
 from pyops.__main__ import PROGRAMS, main
+from pyops.backend.library import ABI_VERSION
 from pyops.data import locate
 from pyops.ops import elementwise
 
@@ -68,6 +71,50 @@ def test_without_its_library_the_doctor_says_how_to_build_it():
     done = outcome('doctor', PYOPS_LIBRARY='/nowhere.so')
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith('pyops: error: /nowhere.so: the kernel library is not built; run `make`')
+
+
+# ---- version and completion ------------------------------------------------------------------------------------------
+
+def test_the_versions_are_printed_as_text_and_as_json():
+    assert outcome('version').stdout == f'pyops {__version__}, ABI {ABI_VERSION}, Python {platform.python_version()}\n'
+    assert json.loads(outcome('version', '--json').stdout) == {
+        'pyops': __version__, 'abi': ABI_VERSION, 'python': platform.python_version()}
+
+
+# The arguments are the words of a command line; the last one is completed.
+BASH = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _pyops; printf "%s\\n" "${COMPREPLY[@]}"'
+# compadd only exists while zsh completes
+ZSH = """compadd() {
+    local word
+    for word in "${@[2,-1]}"; do [[ $word == $words[CURRENT]* ]] && print -r -- "$word"; done
+    true
+}
+_files() { true }
+words=("$@"); CURRENT=$#; _pyops"""
+
+
+@pytest.mark.parametrize('shell, start, program', [('bash', 'true', BASH), ('zsh', 'compdef() { true }', ZSH)],
+                         ids=['bash', 'zsh'])
+def test_the_shell_completes_commands_programs_flags_and_values(shell, start, program):
+    if not shutil.which(shell):
+        pytest.skip(f'{shell} is not installed: apt install {shell}')
+    script = outcome('completion', shell).stdout
+
+    def completions(*words):
+        done = subprocess.run([shell, '-c', f'{start}\n{script}\n{program}', shell, 'pyops', *words], capture_output=True,
+                              text=True)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        return done.stdout.split()
+    assert {'doctor', 'train', 'completion'} <= set(completions(''))
+    assert completions('tr') == ['train', 'translate']
+    assert completions('train', 'm') == ['mnist'] and completions('evaluate', '') == [
+        'seq2seq', 'transformer', '--help', '--version']
+    assert completions('train', 'mnist', '--ep') == ['--epochs']
+    assert completions('train', 'seq2seq', '-e', '3', '--bid') == ['--bidirectional']
+    assert completions('translate', 'seq2seq', '-c', 'ckpt', '--precision', '') == list(PRECISIONS)
+    assert completions('data', 'g') == ['get'] and completions('data', 'get', '--mi') == ['--mirror']
+    assert completions('exercises', 'start', 'relu') == ['relu', 'relu-c']
+    assert completions('serve', 'no-such-') == []                       # the shell completes file names
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
