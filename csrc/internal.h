@@ -400,7 +400,7 @@ typedef struct { int64_t from, to; } pyops_range; /* [from, to) */
 /* Steps of a micro-kernel along K: floats, or pairs of bfloat16. */
 static inline int64_t pyops_steps(const pyops_kernels *k, int64_t K) { return k->micro.is_bf16 ? (K + 1) / 2 : K; }
 
-/* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR.  The size is that of
+/* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR.  The size is for
  * float32 with any precision, because a plan may be replayed with another precision than it was recorded with. */
 static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) { return K * pyops_round_up(N, k->NR); }
 void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to);

@@ -50,8 +50,8 @@ typedef enum {
 PYOPS_API int32_t      pyops_abi_version(void);
 PYOPS_API const char  *pyops_last_error(void);    /* of the calling thread; "" if nothing has failed yet */
 PYOPS_API const char  *pyops_isa(void);           /* the kernels in use: "generic", "avx2", "avx512" */
-PYOPS_API const char  *pyops_bf16_isa(void);      /* those of products in bfloat16: the same, "avx512_bf16" or "amx_bf16" */
-PYOPS_API const char  *pyops_int8_isa(void);      /* those of products in int8: the same, "avx2_vnni" or "avx512_vnni" */
+PYOPS_API const char  *pyops_bf16_isa(void);      /* of products in bfloat16: the same, "avx512_bf16" or "amx_bf16" */
+PYOPS_API const char  *pyops_int8_isa(void);      /* of products in int8: the same, "avx2_vnni" or "avx512_vnni" */
 PYOPS_API const char  *pyops_gemm_tile(void);     /* their matrix micro-kernel: "4x8", "6x16", "14x32" */
 PYOPS_API int32_t      pyops_threads(void);       /* threads that a call from this thread may use */
 PYOPS_API pyops_status pyops_set_threads(int32_t threads);      /* for calls from this thread, as in OpenMP */

@@ -1,6 +1,6 @@
 """DLPack on a GPU: share device memory with other libraries without a copy.
 
-Arrays in host memory are exchanged by numpy's own DLPack functions.  The structures are those of DLPack 1.0,
+Arrays in host memory are exchanged by numpy's own DLPack functions.  The structures follow DLPack 1.0,
 https://dmlc.github.io/dlpack/latest/c_api.html; consumers without a version get the older structure.
 """
 import ctypes

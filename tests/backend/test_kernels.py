@@ -535,7 +535,7 @@ def test_linear_topk_finds_the_largest_logits(R, D, V, k):
     own -= np.log(np.exp(own).sum(1, keepdims=True))
     slack = 1e-5 * (1 + np.abs(want))
     assert (np.abs(logp - want) <= slack).all()                              # the k largest
-    assert (np.abs(np.take_along_axis(own, index, 1) - want) <= slack).all()   # are those of the indices
+    assert (np.abs(np.take_along_axis(own, index, 1) - want) <= slack).all()   # stored at the indices
     assert all(len(set(row)) == k for row in index.tolist())
 
 

@@ -315,7 +315,7 @@ def is_ours(path, as_named=False):
 def painted(matrix, low, high, cmap, hidden=None):
     """Return the colours of a map as uint8 (rows, columns, 4).  NaN and infinities are BROKEN.
 
-    hidden: 0 or False in cells that are shown; other cells have the colour of padding, cells of 2 that of the paper
+    hidden: 0 or False in cells that are shown; 2 in cells with the colour of the paper, else the colour of padding
     """
     from matplotlib.colors import to_rgba
     with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
