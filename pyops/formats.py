@@ -259,13 +259,14 @@ def of_grid(grid: tuple[int, int, int, int, int], shape: Shape, number: int, rou
     outer, rows, columns, down, across = grid
     axis: int | str = -1
     block: int | str = f'{down}x{across}'
-    if outer == rows == 1 and across >= columns == math.prod(shape):
+    has_names = rule == _SCALE_FLOAT                        # other formats accept neither block=tensor nor block=axis
+    if has_names and outer == rows == 1 and across == columns == math.prod(shape):
         block = 'tensor'
     elif across == 1 and outer * rows > 1:
         fits = [i for i in range(len(shape)) if shape[i] == rows and math.prod(shape[i + 1:]) == columns]
-        block, axis = 'axis' if down >= rows else down, fits[0] if fits else 'tokens'
+        block, axis = 'axis' if has_names and down == rows else down, fits[0] if fits else 'tokens'
     elif down == 1:
-        block = 'axis' if across >= columns else across
+        block = 'axis' if has_names and across == columns else across
     element, round = _NUMBERS[number], _ROUNDINGS[rounding]
     if rule == _SCALE_E4M3:
         return parse('nvfp4', round=round, block=block), axis
