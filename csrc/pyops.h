@@ -944,6 +944,19 @@ PYOPS_API pyops_status pyops_scaled_decode(
     float *y, const uint16_t *codes, const float *scales, const float *factor,
     int64_t outer, int64_t rows, int64_t columns, int64_t block_rows, int64_t block_columns, int32_t format, void *stream);
 
+/* ---- Hadamard transform in blocks, with random signs ----
+ * x and y are (outer,n,inner) in blocks of `block` neighbours along n, a power of two up to PYOPS_LONGEST_HADAMARD.  The rest of
+ * n after the last whole block is cut into powers of two, the largest first.  A block or a piece v of L numbers becomes
+ *   inverse 0   H (s v)                        H[i][j] = (-1)^(number of bits set in i & j) / sqrt(L), which is its own inverse
+ *   inverse 1   s (H v), which undoes it       s[i] = -1 if bit 31 of word (p mod 4) of Philox4x32-10(counter, key) is set, with
+ *                                              counter = (p / 4, 0) and p the position of the number in its block; else 1
+ * The sum is a butterfly over distances 1, 2, 4, ..., in float32.   y may be x.
+ */
+enum { PYOPS_LONGEST_HADAMARD = 32 };
+PYOPS_API pyops_status pyops_hadamard(
+    float *y, const float *x, int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t inverse, uint64_t key,
+    void *stream);
+
 /* ---- sparse gradients ----------------------------------------------------------------------
  * A batch looks up only some rows of an embedding; the gradient of the others stays 0 and need not be read.  So a buffer of
  * gradients (n) may come with touched (n / PYOPS_GRAD_BLOCK rounded up) int32, one word for each block of floats:

@@ -39,6 +39,7 @@ _RULES = ('floor', 'rceil', 'ceil', 'even')
 _SCALE_FLOAT, _SCALE_E4M3 = 4, 5
 _MX = ('mxfp8', 'mxfp4', 'mxfp6', 'mxint8')                 # scales are powers of two
 _NVFP4_LARGEST = 448.0 * 6.0                    # the largest E4M3 scale times the largest E2M1
+HADAMARD_BLOCKS = (16, 32)
 
 # aliases of formats
 _ALIASES = {'hif8': 'hifp8', 'hifloat8': 'hifp8', 'bfloat16': 'bf16', 'float16': 'fp16', 'half': 'fp16', 'e4m3fn': 'e4m3',
@@ -116,6 +117,12 @@ def _blocks(*names: str) -> Callable[[Any], int | str]:
     return convert
 
 
+def _hadamard_block(value: Any) -> int:
+    if str(value) not in ('0', *map(str, HADAMARD_BLOCKS)):
+        raise ValueError(f'expected {" or ".join(map(str, HADAMARD_BLOCKS))}, or 0 for no transform')
+    return int(value)
+
+
 def _target(value: Any) -> float:
     try:
         number = float(value)
@@ -149,6 +156,8 @@ _OPTIONS: dict[str, _Options] = {
     'bf16': _ON_NUMBERS,
     'fp16': _ON_NUMBERS,
 } | {name: _ON_NUMBERS | {'overflow': ('saturate', _ON_NUMBERS['overflow'][1])} for name in ELEMENTS}
+_OPTIONS = {name: options | {'hadamard': (0, _hadamard_block), 'signs': (0, _whole(0, 2**31 - 1))}
+            for name, options in _OPTIONS.items()}
 
 
 def _nearest(name: object, names: Sequence[str]) -> str:
@@ -194,7 +203,18 @@ class Format:
     @property
     def depends_on_axis(self) -> bool:
         """Whether the result depends on the axis."""
-        return self.is_block or self.is_scaled and (isinstance(self.option('block'), int) or self.option('block') == 'axis')
+        return self.is_block or self.hadamard > 0 or (
+            self.is_scaled and (isinstance(self.option('block'), int) or self.option('block') == 'axis'))
+
+    @property
+    def hadamard(self) -> int:
+        """Number of elements along the axis that are transformed together before rounding; 0: no transform."""
+        return int(self.option('hadamard'))
+
+    @property
+    def without_hadamard(self) -> Format:
+        """The format to which the transformed numbers are rounded."""
+        return parse(self, hadamard=0, signs=0)
 
     @property
     def block(self) -> int:
@@ -320,6 +340,9 @@ def parse(fmt: str | Format, **options: Any) -> Format:
         value = default if value is None else _convert(name, key, convert, value)
         if value != default:
             wanted[key] = value
+    if 'signs' in wanted and 'hadamard' not in wanted:
+        raise FormatError(f'{name}: signs={wanted["signs"]}: expected hadamard=16 or hadamard=32 with it, the transform that '
+                          'uses the signs; add one or leave signs out')
     return Format(name, MappingProxyType({key: wanted[key] for key in known if key in wanted}))
 
 
@@ -331,7 +354,7 @@ def _convert(name: str, key: str, convert: Callable[[Any], Any], value: Any) -> 
 
 
 class Codes(NamedTuple):
-    """Numbers encoded in a format.
+    """Numbers encoded in a format, with its option `hadamard` transformed numbers.
 
     codes (shape of x): uint8, or uint16 for formats of 16 bits.  scales: uint8, the codes of the blocks' scales, in the shape
     of x with one element per block along `axis`; None without blocks.  If Format.is_scaled, they are float32 numbers, (outer,
@@ -363,12 +386,40 @@ def fake_quantize(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, name
         return array(rounded, device=x.device)          # type: ignore[union-attr, arg-type]
     values, layout, axis = _prepared(x, axis)
     y = _empty(values, values.shape, np.float32, name, kind)
+    if f.hadamard:                                  # the transform, the rounding and the inverse transform are in place
+        _transform(y, values, layout, f)
+        values = y
     factor = _factor(values, f)
     if f.is_scaled:
         _launch_scaled(y, None, values, factor, f, axis, step, seed)
-        return y
-    backend.launch('fake_quantize', y, values, factor, _step(values, f, step), *layout, *f.scalars(), seed)
+    else:
+        backend.launch('fake_quantize', y, values, factor, _step(values, f, step), *layout, *f.scalars(), seed)
+    if f.hadamard:
+        _transform(y, y, layout, f, inverse=True)
     return y
+
+
+def hadamard(x: Numbers | Array, block: int, axis: int = -1, *, signs: int = 0, inverse: bool = False) -> Array:
+    """Multiply blocks along an axis by random signs and by the orthogonal Hadamard matrix.  Return a float32 array.
+
+    x: as for fake_quantize;  block: 1, 2, 4, 8, 16 or 32; the end of the axis after the last whole block is cut into powers of
+    two, the largest first;  signs: the seed of the signs, from 0 to 2^64 - 1, which are the same for all blocks
+    inverse: undo the transform instead: first the matrix, then the signs.   ValueError for another block or axis.
+    """
+    values, layout, _ = _prepared(x, axis)
+    y = _empty(values, values.shape, np.float32, 'transformed')
+    backend.launch('hadamard', y, values, *layout, block, inverse, signs)
+    return y
+
+
+def hadamard_lengths(n: int, block: int) -> list[int]:
+    """Return the lengths of the parts of an axis of n elements that `hadamard` transforms, in order."""
+    powers = [1 << i for i in reversed(range(block.bit_length() - 1))]
+    return [block] * (n // block) + [length for length in powers if n % block & length]
+
+
+def _transform(y: Array, x: Array, layout: tuple[int, int, int], f: Format, inverse: bool = False) -> None:
+    backend.launch('hadamard', y, x, *layout, f.hadamard, inverse, f.option('signs'))
 
 
 def encode(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, step: Array | None = None, seed: int = 0,
@@ -382,6 +433,10 @@ def encode(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, step: Array
     if f.name in ('e2m1', 'e3m2', 'e2m3') and not np.isfinite(backend.get(values)).all():
         raise ValueError(f'x: {f.name} has no code for infinities and NaN; encode blocks of it: {_mx(f.name).name}')
     shape = values.shape
+    if f.hadamard:
+        transformed = _empty(values, shape, np.float32, 'transformed')
+        _transform(transformed, values, layout, f)
+        values = transformed
     codes = _empty(values, shape, np.uint16, 'codes')
     scales: Array | None
     if f.is_scaled:
@@ -403,13 +458,17 @@ def decode(codes: Codes) -> Array:
     if codes.format.is_scaled:
         backend.launch('scaled_decode', y, words, codes.scales, codes.factor, *codes.format.grid(words.shape, codes.axis),
                        codes.format.scaled_scalars()[0])
-        return y
-    backend.launch('decode', y, words, codes.scales, codes.factor, *layout, *codes.format.scalars()[:2])
+    else:
+        backend.launch('decode', y, words, codes.scales, codes.factor, *layout, *codes.format.scalars()[:2])
+    if codes.format.hadamard:
+        _transform(y, y, layout, codes.format, inverse=True)
     return y
 
 
 def element_scales(x: Numbers | Array, fmt: str | Format, axis: int = -1) -> np.ndarray:
-    """Return the scale of each element, float32 in x's shape, of a format with Format.is_scaled; NaN in a broken block."""
+    """Return the scale of each element, float32 in x's shape, of a format with Format.is_scaled; NaN in a broken block.
+
+    With the option `hadamard` they are the scales of the transformed elements."""
     f = parse(fmt)
     codes = encode(x, f, axis)
     scales: Any = np.asarray(backend.get(codes.scales))
@@ -476,4 +535,4 @@ def _step(x: Array, f: Format, step: Array | None) -> Array | None:
 
 
 declare(fake_quantize=Kernel(rounds='x'), encode=Kernel(), decode=Kernel(), amax_factor=Kernel(),
-        scaled_quantize=Kernel(rounds='x'), scaled_decode=Kernel())
+        scaled_quantize=Kernel(rounds='x'), scaled_decode=Kernel(), hadamard=Kernel())

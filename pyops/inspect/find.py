@@ -250,15 +250,25 @@ class _Finder:
             return whole._replace(array=source.of(whole.array))
         argument, axes = source if isinstance(source, tuple) else (source.removesuffix("'"), None)
         j = self.plan.writer(i, argument)
+        if j is not None and self.actions[j].kernel == 'hadamard':      # undoes the transform after the rounding
+            j = self.plan.writer(j, 'x')
         rounded = None if j is None else KERNELS.get(self.actions[j].kernel, Kernel()).rounds
         if rounded:
-            return _Role(self.plan.argument(self.actions[j], rounded), j + 1, j)
+            first = self._transform_before(j)
+            first, rounded = (j, rounded) if first is None else (first, 'x')
+            return _Role(self.plan.argument(self.actions[first], rounded), first + 1, j)
         array = self.plan.argument(action, argument)
         if axes:
             array = backend.permuted(array, axes)
         elif source.endswith("'"):
             array = array.T
         return _Role(array, at, None)
+
+    def _transform_before(self, j):
+        """Return the index of the Hadamard transform whose result action j, a rounding, rounds; None without one."""
+        i = self.plan.writer(j, 'x')
+        is_transform = i is not None and self.actions[i].kernel == 'hadamard' and not self.actions[i].scalars['inverse']
+        return i if is_transform else None
 
     def _argument_of(self, action):
         return lambda name: self.plan.argument(action, name) if name in action.tensors else None
@@ -279,6 +289,15 @@ class _Finder:
     def _rounding(self, j, shape):
         """Return the Format of action j, a rounding, and the block axis in the saved array, which has this shape."""
         from pyops import formats
+        first, (fmt, axis) = self._transform_before(j), self._format(j, shape)
+        if first is None:
+            return fmt, axis
+        sizes = self.actions[first].scalars
+        return formats.parse(fmt, hadamard=sizes['block'], signs=sizes['key']), _axis_of(sizes, shape)
+
+    def _format(self, j, shape):
+        """Return the Format and the axis of action j without a transform before it."""
+        from pyops import formats
         sizes, tensors, target = self.actions[j].scalars, self.actions[j].tensors, None
         if 'block_rows' in sizes:
             grid, more = (tuple(sizes[name] for name in names) for names in (
@@ -286,10 +305,7 @@ class _Finder:
             return formats.of_grid(grid, shape, *more)
         if 'factor' in tensors:
             target = self.actions[self.plan.writer(j, 'factor')].scalars['target']
-        n, inner = sizes['n'], sizes['inner']
-        fits = [axis for axis in range(len(shape)) if shape[axis] == n and math.prod(shape[axis + 1:]) == inner]
-        axis = -1 if inner == 1 else fits[0] if fits else 'tokens'
-        return formats.of_scalars(*(sizes[name] for name in formats.SCALARS), target), axis
+        return formats.of_scalars(*(sizes[name] for name in formats.SCALARS), target), _axis_of(sizes, shape)
 
     # ---- what was found
 
@@ -327,6 +343,13 @@ class _Finder:
             by_head = layer.type == 'attention'         # another axis; packed rows (N, ...) have no padding
             parts = [(0, 1, self.side(layer.name, role))] if len(shape) > 2 + by_head else []
         return tuple({'time': t, 'batch': b, 'of': of} for t, b, of in parts if of)
+
+
+def _axis_of(sizes, shape):
+    """Return the axis of an array of this shape that is the axis n of a launch with these sizes."""
+    n, inner = sizes['n'], sizes['inner']
+    fits = [axis for axis in range(len(shape)) if shape[axis] == n and math.prod(shape[axis + 1:]) == inner]
+    return -1 if inner == 1 else fits[0] if fits else 'tokens'
 
 
 def _with_rows(array, rows):

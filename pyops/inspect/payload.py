@@ -92,7 +92,8 @@ def _rounded(x, mask, axis, fmt, limits, side, window):
     q = statistics.rounded(x, f, axis)
     valid, q_valid = (x, q) if mask is None else (x[mask], q[mask])
     result = {'counts': _histogram(q_valid[np.isfinite(q_valid) & np.isfinite(valid)], limits)}
-    exponents = _half_octaves(x)
+    given = statistics.transformed(x, f, axis)
+    exponents = _half_octaves(given)
     if f.is_block and x.size:
         scales = statistics.block_scales(x, f, axis)
         exponents -= 2 * _repeat_scales(scales, x.shape, axis, f.block)
@@ -101,8 +102,8 @@ def _rounded(x, mask, axis, fmt, limits, side, window):
     elif f.is_scaled and x.size:
         flat, along = (x.reshape(matrix_shape(x.shape)), 0) if axis == 'tokens' else (x, axis)
         with np.errstate(all='ignore'):
-            exponents = _half_octaves(np.nan_to_num(x / number_formats.element_scales(flat, f, along).reshape(x.shape)))
-    counted = np.isfinite(x) & (x != 0)
+            exponents = _half_octaves(np.nan_to_num(given / number_formats.element_scales(flat, f, along).reshape(x.shape)))
+    counted = np.isfinite(given) & (given != 0)
     exponents = exponents[counted if mask is None else counted & mask]
     first = int(exponents.min()) if exponents.size else 0
     result['exponents'] = {'first': first / 2, 'counts': np.bincount(exponents - first).tolist()}

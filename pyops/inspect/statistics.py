@@ -66,6 +66,15 @@ def rounded(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     return formats.fake_quantize(flat, fmt, axis).reshape(np.shape(x))
 
 
+def transformed(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
+    """Return the numbers that fmt rounds, in x's shape: x, or with the option `hadamard` its transform along the axis."""
+    f = formats.parse(fmt)
+    if not f.hadamard:
+        return np.asarray(x)
+    flat, axis = _flattened(x, axis)
+    return np.asarray(formats.hadamard(flat, f.hadamard, axis, signs=f.option('signs'))).reshape(np.shape(x))
+
+
 def quantization(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | None = None) -> dict[str, float]:
     """Return a dict of error measures of x rounded to a number format.
 
@@ -290,20 +299,28 @@ class _Blocks:
     """A tensor as (outer, n, inner) with blocks along n, which yields its values and their rounded copies tile by tile.
 
     shape_of_sums: (outer, blocks, inner);  shape: the same with the axes of the tensor
+    If the format has a Hadamard transform, the values are the transformed ones: the transform is orthogonal, so the energies of
+    signal and error are the same.  Padding is a part of a transform without any valid value.
     """
 
     def __init__(self, x: Any, f: Format, axis: int | str, mask: np.ndarray | None) -> None:
         flat, axis = _flattened(x, axis)
         flat = np.ascontiguousarray(flat, np.float32).reshape(flat.shape)           # ascontiguousarray changes () to (1,)
         axis = axis % max(flat.ndim, 1)
-        self.block, self.f = f.block or BLOCK, f
+        self.block, self.f = f.block or BLOCK, f.without_hadamard if f.hadamard else f
         self.n = flat.shape[axis] if flat.ndim else 1
         count = -(-self.n // self.block)
         self.full = math.prod(flat.shape[:axis]), self.n, math.prod(flat.shape[axis + 1:])
         self.shape_of_sums = self.full[0], count, self.full[2]
         self.shape = (*flat.shape[:axis], count, *flat.shape[axis + 1:]) if flat.ndim else ()
-        self.x, self.flat, self.axis = flat.reshape(self.full), flat, axis
         self.valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(self.full)
+        if f.hadamard and flat.size:
+            flat = transformed(flat, f, axis)
+            if self.valid is not None:
+                lengths = formats.hadamard_lengths(self.n, f.hadamard)
+                starts = np.cumsum([0, *lengths[:-1]])
+                self.valid = np.logical_or.reduceat(self.valid, starts, axis=1).repeat(lengths, axis=1)
+        self.x, self.flat, self.axis = flat.reshape(self.full), flat, axis
 
     def amax(self) -> np.ndarray:
         """Return the largest magnitude of each block."""

@@ -571,6 +571,8 @@ def test_steps_that_are_not_saved_are_whole_replays(tmp_path, monkeypatch):
 
 RECIPE = ('fwd=mxfp8:block=4,dgrad=mxfp4:block=8:scale=even,wgrad.g=mxfp8:block=7,wgrad.x=mxfp8:elem=e5m2:block=3,'
           'attention=mxfp8:block=5,dq=bf16,dk=bf16,dv.p=mxfp4:block=7')
+TRANSFORMED = ('fwd=mxfp4:hadamard=16,dgrad=int4:hadamard=16:signs=5,wgrad=hifp8:hadamard=32,attention=nvfp4:hadamard=16,'
+               'dq=bf16:hadamard=32:signs=1')
 SCALED = 'fwd.x=nvfp4:block=3,fwd.w=mxfp8:block=2x3,dgrad.g=int8,dgrad.w=fp8:block=2x2,wgrad=int4,attention=mxfp6:block=3'
 QUANTIZED = {
     'transformer': lambda made: of_transformer(ops=made),
@@ -581,7 +583,7 @@ QUANTIZED = {
     'mnist': lambda made: of_mnist(layer_ops=made)}
 
 
-@pytest.mark.parametrize('recipe', [RECIPE, 'hifp8', SCALED])
+@pytest.mark.parametrize('recipe', [RECIPE, 'hifp8', SCALED, TRANSFORMED])
 @pytest.mark.parametrize('name', QUANTIZED)
 def test_every_rounded_operand_can_be_made_again_from_what_was_saved(name, recipe, monkeypatch):
     made = []           # (layer, product, operand, Format, rounded)

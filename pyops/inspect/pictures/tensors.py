@@ -109,7 +109,7 @@ def _round(x, mask, fmt, axis, view, cover, window, sampled):
     q = number_formats.fake_quantize(x, fmt, axis)
     with np.errstate(invalid='ignore', over='ignore'):
         error = view.of(q - x)
-    scales, scale_cover, exponents = None, None, (0, 0, 0)
+    scales, scale_cover, exponents, given = None, None, (0, 0, 0), statistics.transformed(x, fmt, axis)
     if fmt.is_block and x.size:
         block_scales = statistics.block_scales(x, fmt, axis).astype(np.float32)
         along = axis % x.ndim
@@ -125,7 +125,7 @@ def _round(x, mask, fmt, axis, view, cover, window, sampled):
         used = numbers.valid(number_formats.element_scales(x, fmt, axis), mask)
         used = np.log2(used[np.isfinite(used) & (used > 0)])
         exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
-    elif fmt.option('amax_target') and (amax := float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))):
+    elif fmt.option('amax_target') and (amax := float(np.max(np.abs(given), initial=0, where=np.isfinite(given)))):
         exponents = (math.log2(amax / fmt.option('amax_target')),) * 3
     q_sampled = numbers.sample(numbers.valid(q, mask))
     error = numbers.shrink(error if cover is None else np.where(cover > 0, 0, error))
