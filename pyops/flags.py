@@ -193,8 +193,8 @@ def add_quant_flags(parser, default):
     group = parser.group('number formats')
     group.add_argument('--quant', type=_recipe, metavar='RECIPE',
                        help='quantize the operands of matrix products to a format such as hifp8, mxfp8, nvfp4 or bf16; or some '
-                       'operands, as operand=format separated by commas: fwd=mxfp8,dgrad.g=hifp8,attention=none; see '
-                       f'docs/quantization.md (default: {default})')
+                       'operands, as operand=format separated by commas: fwd=mxfp8,dgrad.g=hifp8,attention=none; or @FILE, '
+                       f'the recipe in a file; see docs/quantization.md (default: {default})')
     group.add_argument('--quant-layers', metavar='PATTERN',
                        help="quantize only layers with these names, such as 'encoder.*,output' "
                        f"(default: {'as in the checkpoint, else ' * ('checkpoint' in default)}all)")
@@ -209,10 +209,10 @@ def add_compute_flag(parser):
 
 
 def _recipe(text):
-    """An argparse type: the text of a pyops.quantization.Recipe."""
-    from pyops.quantization import Recipe
+    """An argparse type: the text of a pyops.quantization.Recipe.  @FILE: the recipe in a file."""
+    from pyops.quantization import Recipe, read_recipe
     try:
-        return str(Recipe.parse(text))
+        return str(Recipe.parse(read_recipe(text[1:]) if text.startswith('@') else text))
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

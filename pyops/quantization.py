@@ -6,11 +6,13 @@
 docs/quantization.md describes the products, their operands and axes, and their rounding.
 """
 import difflib
+import itertools
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import NamedTuple
 
 from pyops import ops
 from pyops.errors import UserError
@@ -39,11 +41,19 @@ NONE = 'none'                           # instead of a format: do not round the 
 VARIABLE = 'CUSTOM_QUANT_TYPE'
 
 
+class Section(NamedTuple):
+    """A part of a recipe for some layers.   formats: {operand: Format, or None for an operand that is not rounded}"""
+    layers: tuple[str, ...]
+    formats: MappingProxyType
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """formats: {operand: Format} of the rounded operands;  layers: patterns for layer names, () for all layers."""
+    """formats: {operand: Format} of the rounded operands;  layers: patterns for layer names, () for all layers.
+    sections: Sections that replace formats of some layers, in order"""
     formats: MappingProxyType = field(default_factory=lambda: MappingProxyType({}))
     layers: tuple[str, ...] = ()
+    sections: tuple[Section, ...] = ()
 
     step, seed = None, 0                # key of the random numbers for round=stochastic; see Family
 
@@ -51,51 +61,126 @@ class Recipe:
     def parse(cls, text, layers=''):
         """Parse a recipe: 'mxfp8' for all operands, or comma-separated selector=format; for an operand selected several times
         the last one counts, even if an earlier selector is narrower.  layers: comma-separated shell patterns.
+        After ';' follow sections for some layers, 'fwd=mxfp4,wgrad=none@encoder.*,output', which replace what they select.
 
         UserError for an unknown selector or format, with the nearest names.
         """
-        chosen = {}
-        for item in filter(None, (part.strip() for part in text.split(','))):
-            selector, equals, fmt = item.partition('=')
-            if not equals and selector.strip().lower() in SELECTORS:
-                raise UserError(f'{item}: expected a format after it, such as {item}=mxfp8')
-            if not equals or ':' in selector:           # a format alone, whose options contain =
-                selector, fmt = 'all', item
-            selector, fmt = selector.strip().lower(), fmt.strip()
-            if selector not in SELECTORS:
-                raise UserError(f'{selector or item}: no such operand; {_nearest(selector)}')
-            chosen |= dict.fromkeys(SELECTORS[selector], _format(fmt))
-        return cls(MappingProxyType({operand: chosen[operand] for operand in _ALL if chosen.get(operand)}),
-                   tuple(filter(None, (pattern.strip() for pattern in layers.split(',')))))
+        chosen, sections = {}, []
+        for part in text.split(';'):
+            body, at, names = part.rpartition('@')
+            if not at:
+                chosen |= _selected(part)
+                _check_transforms(chosen)
+                continue
+            formats, patterns = _selected(body), _patterns(names)
+            if not formats or not patterns:
+                raise UserError(f'{part.strip()}: expected operands and layers, such as fwd=mxfp4@encoder.*')
+            _check_transforms(chosen | formats)
+            sections.append(Section(patterns, MappingProxyType({key: formats[key] for key in _ALL if key in formats})))
+        return cls(MappingProxyType({operand: chosen[operand] for operand in _ALL if chosen.get(operand)}), _patterns(layers),
+                   tuple(sections))
+
+    @classmethod
+    def of_layers(cls, formats):
+        """Return the recipe of {layer: {operand: Format}}, with a section for all layers that have the same formats."""
+        groups = {}
+        for layer, chosen in formats.items():
+            groups.setdefault(_terms(chosen), []).append(layer)
+        return cls.parse(';'.join(f'{text}@{",".join(layers)}' for text, layers in groups.items() if text))
 
     def __hash__(self):
         return hash((str(self), self.layers))
 
     def __str__(self):
-        """Return a short text that parse() converts to the same formats; it does not contain the layers."""
-        def terms(selector, parts):
-            """Return `selector=format`, or the terms of its parts if their formats differ."""
-            found = {self.formats.get(operand) for operand in SELECTORS[selector]}
-            if found == {None}:
-                return []
-            if len(found) == 1:
-                return [f'{selector}={found.pop()}']
-            return [text for part, rest in parts.items() for text in terms(part, rest)]
+        """Return a short text that parse() converts to the same formats and sections; it does not contain `layers`."""
+        texts = [_terms(self.formats), *(f'{_terms(section.formats)}@{",".join(section.layers)}' for section in self.sections)]
+        return ';'.join(text.removeprefix('all=') for text in texts if text) or NONE
 
-        tree = {kind: {product: dict.fromkeys(SELECTORS[product], {}) for product in _products(operands)}
-                for kind, operands in OPERANDS.items()}
-        return ','.join(terms('all', tree)).removeprefix('all=') or NONE
+    @property
+    def rounds(self):
+        """Whether the recipe has any format."""
+        return bool(self.formats) or any(fmt for section in self.sections for fmt in section.formats.values())
 
     def of(self, layer, kind):
         """Return {operand: Format} for a 'linear' or 'attention' layer.
 
         A pattern matches a layer by its name or by a prefix of whole parts: encoder.0 matches encoder.0.self_attention.q.
         """
-        parts = layer.split('.')
-        names = ['.'.join(parts[:n]) for n in range(1, len(parts) + 1)]
-        if self.layers and not any(fnmatchcase(name, pattern) for pattern in self.layers for name in names):
+        if self.layers and not matches(layer, self.layers):
             return {}
-        return {operand: self.formats[operand] for operand in OPERANDS[kind] if operand in self.formats}
+        found = dict(self.formats)
+        for section in self.sections:
+            if matches(layer, section.layers):
+                found |= section.formats
+        return {operand: found[operand] for operand in OPERANDS[kind] if found.get(operand)}
+
+
+def matches(layer, patterns):
+    """Return whether a layer's name, or a prefix of whole parts of it, matches one of the patterns."""
+    parts = layer.split('.')
+    names = ['.'.join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def _patterns(text):
+    return tuple(filter(None, (pattern.strip() for pattern in text.split(','))))
+
+
+def _selected(text):
+    """Return {operand: Format or None} of comma-separated selector=format.   UserError for an unknown one"""
+    chosen = {}
+    for item in _patterns(text):
+        selector, equals, fmt = item.partition('=')
+        if not equals and selector.strip().lower() in SELECTORS:
+            raise UserError(f'{item}: expected a format after it, such as {item}=mxfp8')
+        if not equals or ':' in selector:           # a format alone, whose options contain =
+            selector, fmt = 'all', item
+        selector, fmt = selector.strip().lower(), fmt.strip()
+        if selector not in SELECTORS:
+            raise UserError(f'{selector or item}: no such operand; {_nearest(selector)}')
+        chosen |= dict.fromkeys(SELECTORS[selector], _format(fmt))
+    return chosen
+
+
+def _terms(formats):
+    """Return the text of {operand: Format or None}, with the widest selectors.  An operand that is missing is left out."""
+    def terms(selector, parts):
+        """Return `selector=format`, or the terms of its parts if their formats differ."""
+        found = {formats.get(operand, '') for operand in SELECTORS[selector]}
+        if found == {''}:
+            return []
+        if len(found) == 1:
+            return [f'{selector}={found.pop() or NONE}']
+        return [text for part, rest in parts.items() for text in terms(part, rest)]
+
+    tree = {kind: {product: dict.fromkeys(SELECTORS[product], {}) for product in _products(operands)}
+            for kind, operands in OPERANDS.items()}
+    return ','.join(terms('all', tree))
+
+
+def read_recipe(path):
+    """Return the text of a recipe in a file: lines are joined by ';', and # begins a comment.
+
+    UserError if the file cannot be read.
+    """
+    try:
+        with open(path, encoding='utf-8') as file:
+            lines = [line.partition('#')[0].strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f'{path}: cannot be read ({getattr(error, "strerror", None) or "not UTF-8"}); name a file with a '
+                        'recipe, such as one of `inspect sensitivity`') from error
+    return ';'.join(filter(None, lines))
+
+
+def _check_transforms(chosen):
+    """UserError if the rounded operands of a product have different Hadamard transforms, which would not cancel in hardware.
+    chosen: {operand: Format or None}"""
+    for product in _PRODUCTS:
+        found = [(operand, chosen[operand]) for operand in _ALL if operand.startswith(f'{product}.') and chosen.get(operand)]
+        for one, other in zip(found, found[1:], strict=False):
+            if any(one[1].option(name) != other[1].option(name) for name in ('hadamard', 'signs')):
+                raise UserError(f'{one[0]}={one[1]} and {other[0]}={other[1]}: the operands of a product have different '
+                                'Hadamard transforms; expected the same hadamard= and signs= in both')
 
 
 def _format(text):
@@ -173,16 +258,22 @@ class Family:
         UserError if a pattern matches no layer, or nothing is rounded.
         """
         for pattern in self.recipe.layers:
-            alone = Recipe(self.recipe.formats, (pattern,))
+            alone = replace(self.recipe, layers=(pattern,))
             if not any(alone.of(layer, kind) for layer in self.layers for kind in OPERANDS):
-                close = difflib.get_close_matches(pattern, self.layers, 3, 0.3)
-                first, last = list(self.layers)[:3], list(self.layers)[-1]
-                remedy = (f'did you mean {" or ".join(close)}?' if close else
-                          f'there are {len(self.layers)}, from {", ".join(first)} to {last}')
-                raise UserError(f'--quant-layers {pattern}: no layer has that name; {remedy}')
+                raise self._no_layer(f'--quant-layers {pattern}', pattern)
+        for pattern in itertools.chain(*(section.layers for section in self.recipe.sections)):
+            if not any(matches(layer, (pattern,)) for layer in self.layers):
+                raise self._no_layer(f'--quant ...@{pattern}', pattern)
         if not any(self.layers.values()):
             raise UserError(f'--quant {self.recipe}: rounds nothing in this model; select operands of its layers')
         return f'quantised : {self.recipe} in {sum(self.layers.values())} of {len(self.layers)} layers'
+
+    def _no_layer(self, flag, pattern):
+        close = difflib.get_close_matches(pattern, self.layers, 3, 0.3)
+        first, last = list(self.layers)[:3], list(self.layers)[-1]
+        remedy = (f'did you mean {" or ".join(close)}?' if close else
+                  f'there are {len(self.layers)}, from {", ".join(first)} to {last}')
+        return UserError(f'{flag}: no layer has that name; {remedy}')
 
     def __getattr__(self, name):
         plain = getattr(ops, name)
@@ -198,7 +289,7 @@ class Family:
 
 def family(recipe, seed=0):
     """Return the source of a model's layers: a Family, or pyops.ops itself if the recipe rounds nothing."""
-    return Family(recipe, seed) if recipe.formats else ops
+    return Family(recipe, seed) if recipe.rounds else ops
 
 
 def family_of(settings):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from places import get, of_threads, put
 
-from pyops import backend
+from pyops import backend, quantization
+from pyops.errors import UserError
 from pyops.formats import (
     ELEMENTS,
     FORMATS,
@@ -187,3 +188,13 @@ def test_the_kernel_refuses_other_blocks():
                             ((4, 8, 1, 64), 'block=64'), ((-1, 8, 1, 16), 'outer=-1')):
         with pytest.raises(ValueError, match=message):
             backend.launch('hadamard', x, x, *layout, 0, 0)
+
+
+def test_a_recipe_gives_both_operands_of_a_product_the_same_transform():
+    recipe = quantization.Recipe.parse('nvfp4,wgrad=nvfp4:hadamard=16,pv.v=none')
+    assert str(recipe.formats['wgrad.x']) == 'nvfp4:hadamard=16' and recipe.formats['fwd.x'].hadamard == 0
+    assert quantization.Recipe.parse('fwd.x=mxfp4:hadamard=16').formats.keys() == {'fwd.x'}
+    with pytest.raises(UserError, match='fwd.x=mxfp4:hadamard=16 and fwd.w=mxfp4: the operands of a product have'):
+        quantization.Recipe.parse('mxfp4,fwd.x=mxfp4:hadamard=16')
+    with pytest.raises(UserError, match='different Hadamard transforms'):
+        quantization.Recipe.parse('fwd.x=mxfp4:hadamard=16,fwd.w=mxfp4:hadamard=16:signs=1')

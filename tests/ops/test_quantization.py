@@ -309,7 +309,43 @@ def test_the_text_of_a_recipe_is_short(text, want):
     assert str(Recipe.parse(text)) == want
 
 
+def test_sections_replace_the_formats_of_some_layers():
+    text = 'mxfp8,dgrad.g=hifp8;none@output;fwd=mxfp4,attention=bf16@encoder.0,*.hh;fwd.w=none@encoder.0.ff'
+    recipe = Recipe.parse(text)
+
+    def of(layer, kind='linear'):
+        return {operand: str(fmt) for operand, fmt in recipe.of(layer, kind).items()}
+
+    base = dict.fromkeys(LINEAR, 'mxfp8') | {'dgrad.g': 'hifp8'}
+    assert of('decoder.0.q') == base and of('output') == {}
+    assert of('encoder.0.q') == of('decoder.rnn.0.hh') == base | {'fwd.x': 'mxfp4', 'fwd.w': 'mxfp4'}
+    assert of('encoder.0.ff.w1') == {operand: fmt for operand, fmt in (base | {'fwd.x': 'mxfp4'}).items() if operand != 'fwd.w'}
+    assert of('encoder.0.self_attention', 'attention') == dict.fromkeys(ATTENTION, 'bf16')
+    assert Recipe.parse(str(recipe)) == recipe and ';none@output;' in str(recipe) and len({recipe, Recipe.parse(text)}) == 1
+    assert Recipe.parse(text, layers='decoder').of('encoder.0.q', 'linear') == {}
+    only = Recipe.parse('fwd=bf16@output')
+    assert str(only) == 'fwd=bf16@output' and isinstance(family(only), Family) and not only.of('encoder.0.q', 'linear')
+    assert family(Recipe.parse('none@output')) is ops
+
+
+def test_a_recipe_is_read_from_a_file(tmp_path, capsys):
+    path = tmp_path / 'recipe.txt'
+    path.write_text('# found by search\n\nmxfp8      # all\nfwd=mxfp4@encoder.*,output\n')
+    read = transformer_train.parser().parse_args(['--quant', f'@{path}']).quant
+    assert read == 'mxfp8;fwd=mxfp4@encoder.*,output'
+    for name, data, want in (('none.txt', None, 'No such file or directory'), ('image.png', b'\x89PNG', 'not UTF-8')):
+        if data:
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises(SystemExit):
+            transformer_train.parser().parse_args(['--quant', f'@{tmp_path / name}'])
+        line, = capsys.readouterr().err.splitlines()
+        assert f'{name}: cannot be read ({want}); name a file with a recipe' in line
+
+
 @pytest.mark.parametrize('text,want', [
+    ('fwd=mxfp8@', 'fwd=mxfp8@: expected operands and layers, such as fwd=mxfp4@encoder.*'),
+    ('mxfp8;@output', '@output: expected operands and layers.*'),
+    ('fwd.x=mxfp4:hadamard=16;fwd.w=mxfp4@output', 'fwd.x=mxfp4:hadamard=16 and fwd.w=mxfp4: the operands of a product have.*'),
     ('mxfp9', 'mxfp9: no such number format; did you mean mxfp8 or mxfp6 or mxfp4.*'),
     ('fdw=mxfp8', 'fdw: no such operand; did you mean fwd .*'),
     ('fwd=mxfp8:scal=even', 'scal: mxfp8 has no such option; did you mean scale.*'),
@@ -400,6 +436,10 @@ def test_a_pattern_without_a_layer_is_refused():
         layer_ops = Family(Recipe.parse('mxfp8', layers=f'output,{pattern}'))
         small(make_transformer, layer_ops)
         with pytest.raises(UserError, match=f'^--quant-layers {pattern}: no layer has that name; {remedy}'):
+            layer_ops.check()
+        layer_ops = Family(Recipe.parse(f'mxfp8;fwd=none@output,{pattern}'))
+        small(make_transformer, layer_ops)
+        with pytest.raises(UserError, match=f'^--quant ...@{pattern}: no layer has that name; {remedy}'):
             layer_ops.check()
 
 
