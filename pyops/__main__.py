@@ -5,7 +5,7 @@ python -m pyops train transformer ...       as python -m transformer.train; also
 python -m pyops data list|get               data sets: as python -m pyops.data
 python -m pyops serve CKPT                  translations over HTTP
 python -m pyops gradcheck [OP ...]          gradients of ops against central differences, all ops by default
-python -m pyops inspect ...                 saved tensors: draw, serve, compare
+python -m pyops inspect ...                 saved tensors: draw, serve, compare, products
 python -m pyops export ...                  a checkpoint in the format of another program
 python -m pyops replay FILE                 a kernel call that --check-finite saved, again
 python -m pyops rewind RUN --step N         any tensor of a past step of a run; also bisect, branch
@@ -57,7 +57,7 @@ def parser():
     check.add_argument('ops', metavar='OP', nargs='*', help='name of an op, such as linear, gru or softmax (default: all)')
     check.add_argument('--json', action='store_true', help='print the results as one JSON document')
     check.set_defaults(run=gradcheck)
-    command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare'))
+    command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare, products'))
     serve.add_flags(commands.add_parser('serve', help='translate with a checkpoint over HTTP'))
     debugging.add_replay_flags(commands.add_parser('replay', help='run a kernel call again that --check-finite saved'))
     debugging.add_rewind_flags(commands.add_parser('rewind', help='repeat a step of a run and print its tensors'))

@@ -21,6 +21,7 @@ from pyops.errors import UserError, printable
 from pyops.inspect.choice import select
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
 from pyops.inspect.statistics import BLOCK, block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
+from pyops.inspect.tables import Column, cannot_write, cut, cut_name, finite, name_of, number, print_skipped, worst_first, write
 from pyops.inspect.writer import size_text
 from pyops.training import watch
 
@@ -32,21 +33,13 @@ if TYPE_CHECKING:
 TOP = 30                                        # lines of the table without --top
 
 
-class _Column(NamedTuple):
-    """A column of the table, which --sort can rank by."""
-    title: str
-    key: str                                    # key in a Row's statistics
-    is_worst_largest: bool
-    how: str                                    # format specification
-
-
-SORTS = {'sqnr': _Column('SQNR dB', 'sqnr_db', False, '.2f'),
-         'cosine': _Column('cosine', 'cosine', False, '.5f'),
-         'error': _Column('max error', 'max_abs_error', True, '.2e'),
-         'underflow': _Column('under %', 'underflow_pct', True, '.2f'),
-         'saturation': _Column('satur %', 'saturation_pct', True, '.2f'),
-         'overflow': _Column('overflow', 'overflow', True, 'd'),
-         'block': _Column('block dB', 'worst_block_db', False, '.2f')}
+SORTS = {'sqnr': Column('SQNR dB', 'sqnr_db', False, '.2f'),
+         'cosine': Column('cosine', 'cosine', False, '.5f'),
+         'error': Column('max error', 'max_abs_error', True, '.2e'),
+         'underflow': Column('under %', 'underflow_pct', True, '.2f'),
+         'saturation': Column('satur %', 'saturation_pct', True, '.2f'),
+         'overflow': Column('overflow', 'overflow', True, 'd'),
+         'block': Column('block dB', 'worst_block_db', False, '.2f')}
 
 _DROPPED = 'block', 'cosine', 'error'           # columns to omit on a narrow terminal, in this order
 _LINE, _MUCH = 250, 50_000_000             # bytes of a line of --per-block, and above which its size is announced
@@ -127,9 +120,7 @@ def totals(rows: Sequence[Row]) -> list[Total]:
 
 def ranked(rows: Iterable[Row], sort: str = 'sqnr') -> list[Row]:
     """Return the rows sorted by a key of SORTS, worst first: rows with overflow first, rows without that value last."""
-    key, sign = SORTS[sort].key, -1 if SORTS[sort].is_worst_largest else 1
-    return sorted(rows, key=lambda row: (-row.statistics['overflow'], math.isnan(row.statistics[key]),
-                                         sign * row.statistics[key]))
+    return worst_first(rows, SORTS[sort])
 
 
 def _sqnr(rows):
@@ -163,32 +154,13 @@ def run(options):
     ordered, top = ranked(rows, options.sort), options.top
     if options.json:
         document = _document(options, fmts, ordered[:top], totals(rows), skipped)
-        _write(options.output, json.dumps(document, allow_nan=False) + '\n')
+        write(options.output, json.dumps(document, allow_nan=False) + '\n')
     else:
         width = None if options.output or not sys.stdout.isatty() else shutil.get_terminal_size().columns
         shown = ordered[:TOP if top is None else top]
-        _write(options.output, '\n'.join(_table(options, rows, shown, width)) + '\n')
-    for file, reason in skipped[:5]:
-        print(f'skipped: {file}: {reason}', file=sys.stderr)
-    if len(skipped) > 5:
-        print(f'skipped: {len(skipped) - 5} more; --json names all', file=sys.stderr)
+        write(options.output, '\n'.join(_table(options, rows, shown, width)) + '\n')
+    print_skipped(skipped)
     return 0
-
-
-def _write(path, text):
-    if path is None:
-        sys.stdout.write(text)
-        return
-    try:
-        with open(path, 'w', errors='surrogateescape') as file:
-            file.write(text)
-    except OSError as error:
-        raise _cannot_write(path, error, '--output') from error
-
-
-def _cannot_write(path, error, flag):
-    return UserError(f'{printable(path)}: cannot be written ({error.strerror or error}); name a file in a folder that exists '
-                     f'with {flag}')
 
 
 class _Blocks:
@@ -227,7 +199,7 @@ class _Blocks:
         try:
             yield
         except OSError as error:
-            raise _cannot_write(self.path, error, '--per-block') from error
+            raise cannot_write(self.path, error, '--per-block') from error
 
 
 def _first_element(entry, fmt, axis, index):
@@ -263,61 +235,34 @@ def _table(options, rows, shown, width):
     yield ''
     wide, digits = max(6, *(len(str(row.format)) for row in rows)), max(4, len(str(steps[-1])))
     columns = _columns(options.sort, wide + digits, width, any(row.statistics['overflow'] for row in rows))
-    start = '  '.join(f'{column.title:>{_size(column)}}' for column in columns)
-    yield _cut(f'{start}  {"format":<{wide}}  {"step":>{digits}}  tensor', width)
+    start = '  '.join(f'{column.title:>{column.width}}' for column in columns)
+    yield cut(f'{start}  {"format":<{wide}}  {"step":>{digits}}  tensor', width)
     for row in shown:
-        start = '  '.join(f'{_text(row.statistics[column.key], column.how):>{_size(column)}}' for column in columns)
-        yield _cut_name(f'{start}  {str(row.format):<{wide}}  {row.entry.step:>{digits}}  ', _name(row.entry), width)
+        start = '  '.join(column.cell(row.statistics) for column in columns)
+        yield cut_name(f'{start}  {str(row.format):<{wide}}  {row.entry.step:>{digits}}  ', name_of(row.entry), width)
     if len(shown) < len(rows):
         yield f'... and {len(rows) - len(shown)} more (--top {len(rows)} shows all)'
     yield ''
     titles = ('SQNR dB', ' forward', 'backward', ' median', '  worst')
-    yield _cut(f'{"format":<{wide}}  {"  ".join(titles)}  worst tensor', width)
+    yield cut(f'{"format":<{wide}}  {"  ".join(titles)}  worst tensor', width)
     for total in totals(rows):
         worst, name = math.nan, '-'
         if total.worst:
-            worst, name = total.worst.statistics['sqnr_db'], f'{_name(total.worst.entry)}, step {total.worst.entry.step}'
+            worst, name = total.worst.statistics['sqnr_db'], f'{name_of(total.worst.entry)}, step {total.worst.entry.step}'
         values = total.sqnr_db, total.forward_db, total.backward_db, total.median_db, worst
-        figures = '  '.join(f'{_text(value):>{len(title)}}' for value, title in zip(values, titles, strict=True))
-        yield _cut_name(f'{str(total.format):<{wide}}  {figures}  ', name, width)
+        figures = '  '.join(f'{number(value):>{len(title)}}' for value, title in zip(values, titles, strict=True))
+        yield cut_name(f'{str(total.format):<{wide}}  {figures}  ', name, width)
 
 
 def _columns(sort, others, width, has_overflow):
     """Return the columns that fit beside the name, and always the column of --sort.  Overflow has one only if there is any."""
     columns = [column for name, column in SORTS.items() if name != 'overflow' or name == sort or has_overflow]
     for name in _DROPPED:
-        if width is None or sum(_size(column) + 2 for column in columns) + others + 4 + _ROOM <= width:
+        if width is None or sum(column.width + 2 for column in columns) + others + 4 + _ROOM <= width:
             break
         if name != sort:
             columns.remove(SORTS[name])
     return columns
-
-
-def _size(column):
-    return max(len(column.title), 7)
-
-
-def _text(value, how='.2f'):
-    return ('exact' if value == math.inf and how == '.2f' else '-' if math.isnan(value) else f'{value:{how}}')
-
-
-def _name(entry):
-    time = '' if entry.time is None else f' t {entry.time}'
-    folder, place = os.path.dirname(entry.relative_path), f' ({entry.place})' if entry.place else ''
-    return printable(f'{folder + "/" if folder else ""}{entry.layer} {entry.name}{time}{place}')
-
-
-def _cut(text, width):
-    return text if width is None else text[:width]
-
-
-def _cut_name(start, name, width):
-    """Return start + name, shortened in the middle of the name to fit: both ends are needed to distinguish names."""
-    room = None if width is None else max(width - len(start), 9)
-    if room is None or len(name) <= room:
-        return start + name
-    head = (room - 1) // 3
-    return f'{start}{name[:head]}\N{HORIZONTAL ELLIPSIS}{name[head + 1 - room:]}'
 
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------
@@ -331,14 +276,10 @@ def _document(options, fmts, rows, all_totals, skipped):
                      'operation': row.entry.operation, 'name': row.entry.name, 'run': row.entry.training,
                      **{tag: getattr(row.entry, tag) for tag in TAGS}, 'shape': row.entry.shape,
                      'axis': _axis(row.entry, options.axis), 'format': str(row.format),
-                     **{key: _finite(value) for key, value in row.statistics.items()}, **row.histograms} for row in rows],
-        'totals': [{'format': str(total.format), 'tensors': total.tensors, 'sqnr_db': _finite(total.sqnr_db),
-                    'forward_db': _finite(total.forward_db), 'backward_db': _finite(total.backward_db),
-                    'median_db': _finite(total.median_db),
-                    'worst_db': _finite(total.worst.statistics['sqnr_db']) if total.worst else None,
+                     **{key: finite(value) for key, value in row.statistics.items()}, **row.histograms} for row in rows],
+        'totals': [{'format': str(total.format), 'tensors': total.tensors, 'sqnr_db': finite(total.sqnr_db),
+                    'forward_db': finite(total.forward_db), 'backward_db': finite(total.backward_db),
+                    'median_db': finite(total.median_db),
+                    'worst_db': finite(total.worst.statistics['sqnr_db']) if total.worst else None,
                     'worst_file': total.worst.entry.relative_path if total.worst else None} for total in all_totals],
         'skipped': [{'file': file, 'reason': reason} for file, reason in skipped]}
-
-
-def _finite(value):
-    return value if math.isfinite(value) else None

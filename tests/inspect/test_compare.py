@@ -241,8 +241,9 @@ def test_bad_input_is_one_line_that_says_what_to_do(dump, run, tmp_path):
         assert status == 2 and out == '' and err.count('\n') == 1 and want in err, (arguments, err)
 
 
-def test_help_needs_nothing_that_it_does_not_print():
-    code = ('import sys; from pyops.__main__ import main\ntry: main(["inspect", "compare", "--help"])\n'
+@pytest.mark.parametrize('command', ['compare', 'products'])
+def test_help_needs_nothing_that_it_does_not_print(command):
+    code = (f'import sys; from pyops.__main__ import main\ntry: main(["inspect", "{command}", "--help"])\n'
             'except SystemExit: print(sorted({"numpy", "matplotlib", "torch"} & set(sys.modules)))')
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == '[]', done.stderr
