@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format soak emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench quality gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format soak emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -294,6 +294,9 @@ bench: cpu .venv/ready ## the machine's limits, kernels, training, translation b
 	$(BENCH).translate transformer --save
 	$(BENCH).train seq2seq --scaling --save
 	$(BENCH).table
+
+floor: cpu .venv/ready ## large matrix products reach 60 % of the limit of multiply-adds, or exit status 1
+	$(BENCH).floor
 
 # QUALITY: flags of bench.quality, such as "--minutes 10 --eval-every 60"
 QUALITY ?= --minutes 30

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench import results
+from bench.products import HEADS, ISAS, PRODUCTS, B, D, T, V, operands
 from pyops.doctor import cpu_name
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
@@ -25,8 +26,6 @@ PROGRAM = 'bench.kernels'
 # All contestants share this process; the threads of each spin for milliseconds after a call and occupy the cores of the next
 # contestant.  With this they sleep sooner; OpenMP reads it when it is loaded.
 os.environ.setdefault('GOMP_SPINCOUNT', '3000')
-ISAS = 'generic', 'avx2', 'avx512'
-T, B, D, V, HEADS = 9, 128, 256, 13387, 4           # of the translators: steps, batch, width, French vocabulary, heads
 
 
 class Case(NamedTuple):
@@ -67,18 +66,8 @@ def roofline(threads):
 
 def gemm_cases(rng, torch):
     from pyops import backend
-    for name, (M, N, K), (a_turned, b_turned) in (
-            ('gemm 1024 x 1024 x 1024', (1024, 1024, 1024), (False, False)),
-            ('gemm logits 1152 x 13387 x 256', (T * B, V, D), (False, True)),
-            ('gemm dx 1152 x 256 x 13387', (T * B, D, V), (False, False)),
-            ('gemm dweight 13387 x 256 x 1152', (V, D, T * B), (True, False)),
-            ('gemm projection 1152 x 256 x 256', (T * B, D, D), (False, True)),
-            ('gemm step 128 x 768 x 256', (B, 3 * D, D), (False, True)),
-            ('gemm digits 100 x 10 x 30', (100, 10, 30), (False, True)),
-            ('gemm one word 1 x 13387 x 256', (1, V, D), (False, True))):
-        a = rng.standard_normal((K, M) if a_turned else (M, K), np.float32)
-        b = rng.standard_normal((N, K) if b_turned else (K, N), np.float32)
-        a, b = (x.T if turned else x for x, turned in ((a, a_turned), (b, b_turned)))
+    for name, (M, N, K), turned in PRODUCTS:
+        a, b = operands(rng, (M, N, K), turned)
         c, x, w, y = backend.empty((M, N)), torch.from_numpy(a), torch.from_numpy(b), torch.empty(M, N)
         reads_b = name.startswith('gemm one')           # a matrix-vector product: limited by reading b
         is_large = M * N * K >= 2**30                   # numpy uses threads for these too

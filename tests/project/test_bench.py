@@ -12,8 +12,9 @@ import pytest
 from conftest import ROOT, environment_without
 from ranks import needs_mpi
 
-from bench import gpu_check, kills, results, serve, table, train, translate
+from bench import floor, gpu_check, kills, results, serve, table, train, translate
 from bench.gpu_contest import Run
+from pyops import backend
 from pyops.errors import UserError
 
 PLACE = {'machine': 'a machine', 'isa': 'avx2', 'threads': 2, 'torch': '9.9', 'commit': 'c'}
@@ -112,6 +113,49 @@ def test_figures_are_appended_with_where_they_are_from(tmp_path, monkeypatch, ca
     lines = results.load('some', tmp_path / 'results')
     assert [line['n'] for line in lines] == [1, 2] and set(lines[0]) == {'date', 'commit', 'machine', 'torch', 'n'}
     assert capsys.readouterr().err.splitlines() == 2 * ['appended to results/some.jsonl']
+
+
+# ---- the floor of matrix products ------------------------------------------------------------------------------------
+
+FLOOR = ['projection', '--seconds', '0.01', '--threads', str(backend.threads())]
+
+
+def test_a_product_above_the_floor_passes_and_one_below_it_is_named_with_exit_status_1(monkeypatch, capsys):
+    """The share is so low that every product reaches it, then higher than the limit."""
+    monkeypatch.setattr(floor, 'limits', lambda: {backend.isa(): 1e11})
+    assert floor.main([*FLOOR, '--share', '1e-6']) == 0
+    captured = capsys.readouterr()
+    assert re.search(r'^gemm projection 1152 x 256 x 256 +[0-9.]+ of +[0-9.]+ GFLOP/s +[0-9]+%$', captured.out, re.M)
+    assert captured.err == ''
+    assert floor.main([*FLOOR, '--share', '100']) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == 'bench.floor: gemm projection 1152 x 256 x 256: below 10000% of the limit'
+
+
+def test_a_slow_instruction_set_is_below_the_floor(monkeypatch, capsys):
+    monkeypatch.setattr(floor, 'limits', lambda: {'generic': 1e11, 'avx2': 3e11})
+    monkeypatch.setattr(backend, 'isa', lambda: 'generic')
+    monkeypatch.setattr(floor, 'rates', lambda run, flops, seconds: (0.9, 1.0))
+    assert floor.main(FLOOR) == 1
+    assert capsys.readouterr().err == 'bench.floor: generic kernels; the fastest are avx2: below 60% of the limit\n'
+
+
+def test_the_limits_of_instruction_sets_are_measured_by_processes_that_select_them():
+    found = floor.limits()
+    assert backend.isa() in found and found.keys() <= {'generic', 'avx2', 'avx512'} and min(found.values()) > 0
+
+
+def test_bfloat16_factors_are_used_for_their_product_only(monkeypatch):
+    monkeypatch.setattr(backend, 'bf16_isa', lambda: 'avx512_bf16')
+    before, square = backend.HOST.precision, [('gemm 4 x 4 x 4', (4, 4, 4), (False, False))]
+    assert [(name, factor, backend.HOST.precision) for name, _, _, factor in floor.cases(square)] == [
+        ('gemm 4 x 4 x 4', 1, before), ('gemm 4 x 4 x 4 in bfloat16', 2, 'bf16')]
+    assert backend.HOST.precision == before
+
+
+def test_an_unknown_product_is_refused_with_the_names_of_all():
+    with pytest.raises(UserError, match='^seven: no product has such a name, expected words of: gemm 1024 x 1024 x 1024, gemm'):
+        floor.main(['seven'])
 
 
 # ---- contests, of ours alone -----------------------------------------------------------------------------------------
