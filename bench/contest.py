@@ -13,7 +13,7 @@ from bench.results import ROOT
 from pyops.errors import UserError
 from pyops.flags import positive_int
 
-NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile'}
+NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile', 'jax': 'JAX', 'jax-scan': 'JAX scan'}
 BF16 = '-bf16'          # end of the kind of a contestant whose products have bfloat16 factors: for PyTorch autocast
 NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()}
 # in translation: a program and its compute type
@@ -34,6 +34,12 @@ def add_flags(p):
     p.add_argument('--data-dir', metavar='DIR', help='where to look for the data (default $PYOPS_DATA, then ./data)')
 
 
+def require(package):
+    """Raise UserError unless this package is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f'{package} is not installed; install it with: {sys.executable} -m pip install {package}')
+
+
 def kinds_of(args, beside_torch, in_bf16=False):
     """Return the kinds of contestants; in_bf16: all in bfloat16, and ours in float32.  UserError if PyTorch is requested but
     not installed."""
@@ -42,8 +48,7 @@ def kinds_of(args, beside_torch, in_bf16=False):
         return [first + BF16, first, *(kind + BF16 for kind in others)]
     if not beside_torch:
         return ['ours']
-    if importlib.util.find_spec('torch') is None:
-        raise UserError(f'torch is not installed; install it with: {sys.executable} -m pip install torch')
+    require('torch')
     return ['ours', 'torch'] + ['torch-compile'] * (not args.no_compile)
 
 

@@ -107,8 +107,8 @@ class Theirs:
         from pyops.text.training import MAX_NORM
         with np.load(self.folder / 'weights.npz') as weights:
             copy_weights(self.model, weights)
-        self.run = make_step(self.module, self.settings['lr'], MAX_NORM, fused=True,
-                             rate=lambda k: learning_rate(self.settings, total, k), in_bf16=self.in_bf16)
+        self.run = make_step(self.module, self.settings['lr'], MAX_NORM, in_bf16=self.in_bf16,
+                             rate=lambda k: learning_rate(self.settings, total, k))
 
     def prepared(self, rows):
         """Return source, target, labels (T, B) and the indices of the labels that are not padding, for TorchTransformer."""

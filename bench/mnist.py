@@ -1,4 +1,4 @@
-"""The contest of mnist training steps: data, our step, PyTorch's step."""
+"""The contest of mnist training steps: data, our step, the steps of PyTorch and JAX."""
 import numpy as np
 
 from bench.translation import job
@@ -25,6 +25,8 @@ def prepare(args, folder):
 
 def train(folder, kind):
     """Return turn and describe of a contestant in training steps; see bench.translation.job."""
+    if kind.startswith('jax'):
+        return make_jax(folder, kind)
     return job(make_ours(folder) if kind == 'ours' else make_torch(folder, kind == 'torch-compile'))
 
 
@@ -52,3 +54,14 @@ def make_torch(folder, compiled):
         rows = torch.from_numpy(file['rows'])
     run = make_step(torch.compile(model) if compiled else model, lr=0.001)
     return lambda k: run(images[rows[k]], labels[rows[k]]).item()
+
+
+def make_jax(folder, kind):
+    """Return the job of a contestant in JAX: 'jax', one call for each step, or 'jax-scan', one call for the steps of a turn."""
+    from bench.jax_models import Training, mnist_loss
+    with np.load(folder / 'weights.npz') as weights, np.load(folder / 'data.npz') as file:
+        training, rows = Training(mnist_loss, dict(weights), 0.001), file['rows']
+        same = training.put(file['images'].astype(np.float32) / 255, file['labels'])
+    if kind == 'jax':
+        return job(lambda k: training.step(*same, rows[k]))
+    return (lambda first, last: training.several_steps((rows[first:last],), *same)), lambda loss: dict(loss=loss)

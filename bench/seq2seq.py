@@ -15,6 +15,11 @@ def theirs():
     return TorchSeq2Seq
 
 
-contest = Contest(ours, theirs, lr=0.005)
+def jax_loss():
+    from bench.jax_models import seq2seq_loss
+    return seq2seq_loss
+
+
+contest = Contest(ours, theirs, jax_loss, lr=0.005)
 prepare, train = contest.prepare, contest.train
 prepare_sentences, translate = contest.prepare_sentences, contest.translate

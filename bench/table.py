@@ -41,7 +41,7 @@ WHOSE = {'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compiled'}
 
 def contestants(figures):
     """Return the arguments of `row` from the figures of a contest: our seconds, others and memory."""
-    theirs = {kind: f for kind, f in figures.items() if kind != 'ours'}
+    theirs = {kind: f for kind, f in figures.items() if kind in WHOSE}
     return dict(seconds=figures['ours']['median_s'], others=[(WHOSE[kind], f['median_s']) for kind, f in theirs.items()],
                 memory=(figures['ours']['peak_mib'], min(f['peak_mib'] for f in theirs.values())) if theirs else None)
 

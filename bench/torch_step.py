@@ -15,14 +15,14 @@ def copy_weights(model, values):
     return model
 
 
-def make_step(model, lr, max_norm=1.0, on_gpu=False, fused=False, rate=None, in_bf16=False):
-    """Return step(*batch) -> loss tensor: one training step of a model that returns its loss, with Adam and clipping.  On a
-    GPU it uses PyTorch's fused Adam, which can be captured in a graph.
+def make_step(model, lr, max_norm=1.0, on_gpu=False, rate=None, in_bf16=False):
+    """Return step(*batch) -> loss tensor: one training step of a model that returns its loss, with clipping and PyTorch's
+    fused Adam, its fastest, which a graph on a GPU can capture.
 
-    fused: use the fused Adam on a CPU too;  rate(k) -> the learning rate of step k, counted from 0; None: always `lr`
+    rate(k) -> the learning rate of step k, counted from 0; None: always `lr`
     in_bf16: with PyTorch's autocast to bfloat16, on the CPU
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr, fused=on_gpu or fused, capturable=on_gpu)
+    optimizer = torch.optim.Adam(model.parameters(), lr, fused=True, capturable=on_gpu)
     steps = itertools.count()
 
     def step(*batch):

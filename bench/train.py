@@ -1,11 +1,15 @@
-"""Time training steps: pyops alone, or against PyTorch on the same batches from the same weights.
+"""Time training steps: pyops alone, or against PyTorch and JAX on the same batches from the same weights.
 
     python -m bench.train seq2seq --json            one JSON object; median_s is our seconds per step
     python -m bench.train seq2seq --vs torch        a table, with losses along the way on both sides
     python -m bench.train mnist --vs torch          the same, followed by whole runs including start-up
+    python -m bench.train mnist --vs torch jax      and JAX, compiled: a call per step, and a scan over the steps of a turn
     python -m bench.train seq2seq --vs torch --precision bf16       bfloat16 beside PyTorch's autocast; and ours in float32
     python -m bench.train seq2seq --scaling         pyops on one thread and on all
     python -m bench.train seq2seq --vs torch --save     and append the figures to bench/results/train.jsonl
+
+After the timed turns the mean losses are compared.  If they differ by more than rounding and other dropout masks explain, the
+exit status is 1 and nothing is saved.  With --scaling they must be equal.
 """
 import importlib
 import json
@@ -19,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import results
-from bench.contest import NAMES, Contestant, add_flags, kinds_of, percentiles, print_figures
+from bench.contest import NAMES, Contestant, add_flags, kinds_of, percentiles, print_figures, require
 from pyops import CPU_PRECISIONS
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, non_negative_int, positive_int
@@ -35,7 +39,8 @@ RUNS = {'mnist': {'ours': ['mnist.train', '--quiet'], 'torch': ['bench.torch_mni
 def parse(argv):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('program', choices=sorted(TURNS))
-    p.add_argument('--vs', choices=['torch'], help='beside PyTorch, eager and compiled')
+    p.add_argument('--vs', choices=['torch', 'jax'], nargs='+', default=[],
+                   help='beside PyTorch, eager and compiled; beside JAX, compiled, for mnist also a scan over steps')
     p.add_argument('--precision', choices=CPU_PRECISIONS, default='fp32',
                    help='of the factors of products (default fp32); bf16: seq2seq and transformer, for PyTorch autocast; also '
                    'times ours in float32')
@@ -74,6 +79,16 @@ def contest(args, contestants, turns, length):
     return about, figures, losses
 
 
+def differences(args, losses):
+    """Return {name: relative difference} of the contestants whose mean loss is too far from the first one's."""
+    # dropout masks differ between the contestants; products with bfloat16 factors change the losses by less than that
+    tolerance = 0.0 if args.scaling else 0.01 if args.program == 'mnist' or not args.dropout else 0.1
+    means = {name: float(np.mean(found)) for name, found in losses.items()}
+    first = next(iter(means.values()))
+    away = {name: abs(mean - first) / abs(first) for name, mean in means.items()}
+    return {name: d for name, d in away.items() if not d <= tolerance}          # a NaN is too far
+
+
 def whole_runs(args, kinds):
     """Time whole runs, including start-up, in turns.  Return {kind: median seconds}."""
     seconds = {kind: [] for kind in kinds}
@@ -91,7 +106,10 @@ def main(argv=None):
     from pyops import backend
     threads, program = args.threads or backend.threads(), importlib.import_module(f'bench.{args.program}')
     args.batch_size = args.batch_size or program.BATCH_SIZE
-    kinds = kinds_of(args, args.vs, args.precision == 'bf16')
+    kinds = kinds_of(args, 'torch' in args.vs, args.precision == 'bf16')
+    if 'jax' in args.vs:
+        require('jax')
+        kinds += ['jax'] + ['jax-scan'] * (args.program == 'mnist')
     contestants = {kind: (kind, threads) for kind in kinds}
     if args.scaling:
         contestants = {f'{n} thread{"s" * (n > 1)}': ('ours', n) for n in dict.fromkeys((threads, 1))}
@@ -113,16 +131,23 @@ def main(argv=None):
         print('loss at step        ' + ''.join(f'{(k + 1) * length:8d}' for k in range(0, len(losses[ours]), 10)))
         for name in figures:
             print(f'{names[name]:20}' + ''.join(f'{loss:8.4f}' for loss in losses[name][::10]))
+    wrong = differences(args, losses)
+    for name, difference in wrong.items():
+        print(f'{PROGRAM}: {NAMES.get(name, name)}: its mean loss differs from that of {NAMES.get(ours, ours)} by '
+              f'{difference:.2%}', file=sys.stderr)
+    if wrong:
+        return 1
     runs = {}
     if args.vs and args.runs and args.program in RUNS and not args.json:
         print(f'{"a whole run":16} {"median":>10} {"to ours":>8}')
-        runs = whole_runs(args, kinds)
+        runs = whole_runs(args, [kind for kind in kinds if kind in RUNS[args.program]])
         for kind, s in runs.items():
             print(f'{NAMES[kind]:16}{s:9.2f} s {s / runs["ours"]:8.2f}x')
     if args.save:
         results.save('train', known | {'scaling' if args.scaling else 'contestants': figures, 'runs': runs})
+    return 0
 
 
 if __name__ == '__main__':
     with exits_cleanly(PROGRAM):
-        main()
+        sys.exit(main())

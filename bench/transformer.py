@@ -15,6 +15,11 @@ def theirs():
     return TorchTransformer
 
 
-contest = Contest(ours, theirs, lr=0.001)
+def jax_loss():
+    from bench.jax_models import transformer_loss
+    return transformer_loss
+
+
+contest = Contest(ours, theirs, jax_loss, lr=0.001)
 prepare, train = contest.prepare, contest.train
 prepare_sentences, translate = contest.prepare_sentences, contest.translate

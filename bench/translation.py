@@ -2,6 +2,7 @@
 
 bench/seq2seq.py and bench/transformer.py supply the models.
 """
+import functools
 import json
 
 import numpy as np
@@ -60,13 +61,14 @@ def job(step, describe=lambda: {}):
 
 
 class Contest:
-    """ours() -> Config, model class;  theirs() -> its twin's class;  lr: learning rate of both.
+    """ours() -> Config, model class;  theirs() -> its twin's class;  jax_loss() -> the loss of its twin in JAX;  lr: learning
+    rate of all.
 
     They are functions so that a contestant imports only its own modules: peak memory is one of the figures.
     """
 
-    def __init__(self, ours, theirs, lr):
-        self.ours, self.theirs, self.lr = ours, theirs, lr
+    def __init__(self, ours, theirs, jax_loss, lr):
+        self.ours, self.theirs, self.jax_loss, self.lr = ours, theirs, jax_loss, lr
 
     def prepare(self, args, folder):
         """Write batches, configuration and initial weights.  Return a line about the data."""
@@ -110,6 +112,12 @@ class Contest:
         if who == 'ours':           # replayed from a plan as in training; the same seed as in prepare, so the same weights
             steps = planned_steps(self.ours()[1](config), pairs, self.lr)
             return job(lambda k: float(steps(rows[k])[0]), lambda: dict(flops=flops_of(steps.plan(rows[0]))))
+        if who == 'jax':
+            from bench.jax_models import Training
+            with np.load(folder / 'weights.npz') as weights:
+                training = Training(functools.partial(self.jax_loss(), config=config), dict(weights), self.lr)
+            batches = [[np.ascontiguousarray(ids.T) for ids in pairs.padded(indices)] for indices in rows]
+            return job(lambda k: training.step(*batches[k]))
         import torch
 
         from bench.torch_step import make_step

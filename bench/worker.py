@@ -1,8 +1,10 @@
 """One contestant of bench.train, bench.translate or bench.quality: `python -m bench.worker PROGRAM JOB KIND FOLDER THREADS`
 reads the numbers of a turn from a line of stdin and answers with a JSON line: seconds of the turn, peak memory of the process
 so far, and the job's own results."""
+import contextlib
 import importlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -10,6 +12,16 @@ import time
 from pathlib import Path
 
 from bench.contest import BF16
+
+
+def peak_mib():
+    """Return the peak memory of this process in MiB.  Linux includes the peak of the parent process in ru_maxrss, which is used
+    only if there is no /proc."""
+    with contextlib.suppress(OSError):
+        for line in Path('/proc/self/status').read_text().splitlines():
+            if line.startswith('VmHWM:'):
+                return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main(program, job, kind, folder, threads):
@@ -20,6 +32,8 @@ def main(program, job, kind, folder, threads):
         from pyops import backend
         backend.set_threads(int(threads))
         backend.HOST.precision = 'bf16' if kind.endswith(BF16) else 'fp32'
+    elif who.startswith('jax'):                         # JAX has no setting: it starts a thread for each core that it may use
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(threads)])
     elif who != 'ct2':                                  # CTranslate2 takes the number of threads in its constructor
         import torch
         torch.set_num_threads(int(threads))
@@ -30,8 +44,7 @@ def main(program, job, kind, folder, threads):
         start = time.perf_counter()
         result = turn(*numbers)
         seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps(dict(seconds=seconds, peak_mib=round(peak, 1), **describe(result))), flush=True)
+        print(json.dumps(dict(seconds=seconds, peak_mib=round(peak_mib(), 1), **describe(result))), flush=True)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,7 @@
 """Contests of ours alone, the table of the README from made-up figures, and the GPU checks on the emulator."""
+import argparse
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -8,11 +10,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from conftest import ROOT, environment_without
 from ranks import needs_mpi
 
-from bench import floor, gpu_check, kills, results, serve, table, train, translate
+from bench import contest, eager, floor, gpu_check, kills, results, serve, table, train, translate
+from bench.contest import NAMES
 from bench.gpu_contest import Run
 from pyops import backend
 from pyops.errors import UserError
@@ -167,11 +171,78 @@ def test_the_contest_of_training_steps(capsys):
     assert 0 < told['p20_s'] <= told['median_s'] <= told['p80_s'] < 1 and told['peak_mib'] > 10
 
 
+LOSSES = {'ours': [2.0, 1.0], 'torch': [2.02, 1.0], 'torch-compile': [1.0, 1.5]}
+
+
+@pytest.mark.parametrize('flags, wrong', [
+    (['mnist'], {'torch-compile': '16.67'}), (['seq2seq', '--dropout', '0'], {'torch-compile': '16.67'}),
+    (['seq2seq'], {'torch-compile': '16.67'}), (['seq2seq', '--scaling'], {'torch': '0.67', 'torch-compile': '16.67'})])
+def test_other_losses_after_the_timed_turns_fail_the_contest_and_are_not_saved(flags, wrong, monkeypatch, capsys):
+    figures = {name: timed(0.1, 100.0) for name in LOSSES}
+    monkeypatch.setattr(train, 'contest', lambda *_: ('data', figures, LOSSES))
+    monkeypatch.setattr(results, 'save', lambda *_: pytest.fail('saved'))
+    assert train.main([*flags, '--save']) == 1
+    lines = [f'bench.train: {NAMES[name]}: its mean loss differs from that of pyops by {percent}%'
+             for name, percent in wrong.items()]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_a_loss_that_is_no_number_fails_the_contest():
+    args = train.parse(['transformer'])
+    assert train.differences(args, {'ours': [1.0], 'torch': [float('nan')]}).keys() == {'torch'}
+    assert train.differences(args, {'ours': [1.0], 'torch': [1.05]}) == {}
+
+
+def test_the_contest_of_eager_steps_compares_the_losses(torch, capsys, monkeypatch):
+    small = ['--sizes', '20', '8', '4', '--batch-size', '5', '--turns', '1', '--threads', str(backend.threads())]
+    assert eager.main(small) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith('20-8-4, batch 5, ') and [line.split('  ')[0] for line in lines] == ['pyops', 'PyTorch eager']
+    monkeypatch.setattr(eager, 'theirs', lambda *given: lambda k: np.float64(3))
+    assert eager.main(small) == 1
+    assert re.fullmatch(r'bench.eager: PyTorch eager: its last loss 3.000000 differs from \d\.\d{6}\n', capsys.readouterr().err)
+
+
+def test_jax_is_refused_if_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(contest.importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(UserError, match='^jax is not installed; install it with: .* -m pip install jax$'):
+        train.main(['mnist', '--vs', 'jax'])
+
+
+@pytest.mark.parametrize('program', ['mnist', 'seq2seq', 'transformer'])
+def test_jax_has_the_losses_of_ours(program, tmp_path, monkeypatch):
+    """After six steps without dropout: step by step and, for mnist, in a scan."""
+    pytest.importorskip('jax', reason='jax is not installed: pip install jax')
+    monkeypatch.delenv('PYOPS_DATA', raising=False)
+    module = importlib.import_module(f'bench.{program}')
+    module.prepare(argparse.Namespace(data_dir=None, warmup=0, steps=6, batch_size=20, dropout=0.0), tmp_path)
+    kinds = ['ours', 'jax'] + ['jax-scan'] * (program == 'mnist')
+    last = [module.train(tmp_path, kind)[0](0, 6) for kind in kinds]
+    assert max(last) - min(last) < 1e-3 * last[0], last
+
+
+def test_the_peak_memory_of_a_contestant_excludes_its_parents():
+    """The parent process has 300 MiB more when it starts the contestant."""
+    child = 'from bench import worker; print(worker.peak_mib())'
+    parent = ('import subprocess, sys; import numpy as np; held = np.ones(300 << 17)\n'
+              f'print(subprocess.run([sys.executable, "-c", {child!r}], capture_output=True, text=True, check=True).stdout)')
+    done = subprocess.run([sys.executable, '-c', parent], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 5 < float(done.stdout) < 200
+
+
 def test_the_contest_of_steps_in_bfloat16_has_ours_in_float32_too(capsys, monkeypatch):
     monkeypatch.delenv('PYOPS_DATA', raising=False)
     train.main(['transformer', '--precision', 'bf16', '--turns', '1', '--warmup', '0', '--json', '--batch-size', '8'])
     told = json.loads(capsys.readouterr().out)
     assert told['precision'] == 'bf16' and set(told['vs']) == {'ours'} and told['median_s'] > 0
+
+
+def test_pytorch_trains_with_its_fused_adam(torch, monkeypatch):
+    from bench.torch_step import make_step
+    seen, adam = [], torch.optim.Adam
+    monkeypatch.setattr(torch.optim, 'Adam', lambda *a, **named: seen.append(named['fused']) or adam(*a, **named))
+    make_step(torch.nn.Linear(3, 4), 0.001)
+    assert seen == [True]
 
 
 def test_the_contest_in_bfloat16_times_pytorch_in_autocast(torch):
@@ -392,6 +463,7 @@ def test_the_gpu_benchmark_begins_no_figure_after_its_limit(capsys):
 
 
 TESTS = """
+import numpy as np
 import pytest
 
 def test_right():
