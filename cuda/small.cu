@@ -74,13 +74,13 @@ struct SiluBackward {
 };
 
 struct Gelu {
-    static constexpr int INPUTS = 1, OUTPUTS = 1;
+    static constexpr int INPUTS = 1, OUTPUTS = 1, ROUNDS = 2;
     __device__ bool begin() { return true; }
     __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] * normal_cdf(x[0]); }
 };
 
 struct GeluBackward {
-    static constexpr int INPUTS = 2, OUTPUTS = 1; // dy, x -> dx
+    static constexpr int INPUTS = 2, OUTPUTS = 1, ROUNDS = 1; // dy, x -> dx
     __device__ bool begin() { return true; }
     __device__ void operator()(const float (&in)[2], float (&dx)[1]) const {
         const float x = in[1], density = 0.39894228f * expf(-0.5f * x * x); // 1 / sqrt(2 pi)

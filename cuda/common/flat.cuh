@@ -4,6 +4,7 @@
 //
 //     struct F {
 //         static constexpr int INPUTS = 2, OUTPUTS = 1;
+//         static constexpr int ROUNDS = 1;                            optional: loads of 16 bytes per array and iteration
 //         __device__ bool begin();                                    read scalars from memory; false: nothing to do
 //         __device__ void operator()(const float (&in)[2], float (&out)[1]) const;
 //     };
@@ -11,6 +12,7 @@
 // A thread loads 16 bytes of adjacent elements at once if all arrays are aligned, and several of these per iteration
 // (in_rounds).  An output may alias an input: the thread that read an element writes it, afterwards.
 #pragma once
+#include <type_traits>
 #include "real.cuh"
 
 constexpr int FLAT_THREADS = 256, FLAT_RESIDENT = 4;              // blocks that always fit on a multiprocessor
@@ -20,7 +22,9 @@ template <int INPUTS, int OUTPUTS, class T = float> struct FlatArrays {
     T *out[OUTPUTS];
 };
 
-template <class F> constexpr int ROUNDS_OF = F::INPUTS <= 1 ? 4 : F::INPUTS == 2 ? 2 : 1;
+// Long computations set ROUNDS: they need the registers that further loads would occupy.
+template <class F, class = void> constexpr int ROUNDS_OF = F::INPUTS <= 1 ? 4 : F::INPUTS == 2 ? 2 : 1;
+template <class F> constexpr int ROUNDS_OF<F, std::void_t<decltype(F::ROUNDS)>> = F::ROUNDS;
 
 // Process the packs [from, to) of WIDTH adjacent elements each.
 template <int WIDTH, int ROUNDS, class F, class T>
