@@ -764,8 +764,8 @@ static pyops_status run_backward(const Call &c, T *dq, T *dk, T *dv, const Saved
 }
 }
 
-// Call run<T, precision, warps>(...) for the type, the current precision and the size.  Products of bfloat16 arrays are those of
-// the precision bf16.
+// Call run<T, precision, warps>(...) for the type, the current precision and the size.  Products of bfloat16 arrays have the
+// precision bf16.
 #define FOR_PRECISION(T, run, warps, ...) \
     (std::is_same_v<T, bf16> || pyops_precision_now() == Precision::bf16 ? run<T, Precision::bf16, warps>(__VA_ARGS__) \
          : pyops_precision_now() == Precision::fp32 ? run<T, NARROWEST<T, Precision::fp32>, warps>(__VA_ARGS__) \

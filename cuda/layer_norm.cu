@@ -9,8 +9,8 @@
 //
 // In backward a lane has the same columns in every row of its team, and accumulates their part of dweight and dbias in
 // registers too.  So blocks are persistent, as many as fit on the device; each adds the sums of its teams in order and writes
-// them to `work`.  Blocks form groups of about the square root of their number: the last block of a group to finish adds the
-// sums of the group, the last of all groups adds those of the groups, both in order.
+// them to `work`.  Blocks form groups of about the square root of their number.  The last block of a group to finish adds the
+// sums of its blocks; the last group to finish adds the sums of all groups.  Both add in order.
 // Rows too long for registers are read again in each pass, and their sums over rows are accumulated in `work`.
 #include <algorithm>
 #include <cmath>
