@@ -65,14 +65,12 @@ DEVICE float share(const pyops_pool2d &s, int64_t i, int64_t j, bool count_pad) 
 static __global__ void __launch_bounds__(THREADS) avg_forward(float *y, const float *x, pyops_pool2d s, bool count_pad) {
     const int64_t size = s.planes * s.Ho * s.Wo;
     for (int64_t p = blockIdx.x * int64_t(THREADS) + threadIdx.x; p < size; p += gridDim.x * int64_t(THREADS)) {
-        const float *const plane = x + p / (s.Ho * s.Wo) * s.H * s.W;
-        const int64_t i = p / s.Wo % s.Ho, j = p % s.Wo;
+        const int64_t line = p / s.Wo, plane = line / s.Ho, i = line - plane * s.Ho, j = p - line * s.Wo;
+        const int64_t top = i * s.stride_h - s.pad_h, left = j * s.stride_w - s.pad_w;
+        const int64_t end_row = min(top + s.kh, s.H), end_col = min(left + s.kw, s.W);
         float sum = 0.0f;
-        for (int64_t a = 0; a < s.kh; a++)
-            for (int64_t b = 0; b < s.kw; b++) {
-                const int64_t row = i * s.stride_h - s.pad_h + a, col = j * s.stride_w - s.pad_w + b;
-                if (row >= 0 && row < s.H && col >= 0 && col < s.W) sum += plane[row * s.W + col];
-            }
+        for (int64_t row = max(top, int64_t(0)); row < end_row; row++)
+            for (int64_t col = max(left, int64_t(0)); col < end_col; col++) sum += x[(plane * s.H + row) * s.W + col];
         y[p] = sum * share(s, i, j, count_pad);
     }
 }
