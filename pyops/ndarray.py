@@ -494,8 +494,9 @@ class NDArray(Array, Methods):
         if is_advanced(index):
             self.put(positions(plain_index(index), self.shape), value)
             return
-        offset, shape, strides = self._select(index)
-        NDArray(self.buffer, offset, shape, strides, self.dtype)._assign(value)
+        part = self if index is Ellipsis else NDArray(self.buffer, *self._select(index), self.dtype)
+        if self.buffer.mask is not None or not _small_assign(part, value):
+            part._assign(value)
 
     def put(self, at: np.ndarray, value: Any) -> None:
         """self.reshape(-1)[at] = value, for a numpy array of positions in the flattened array; of equal ones the last
@@ -608,6 +609,8 @@ class NDArray(Array, Methods):
         if a.dtype is not b.dtype or op == 'divide':
             common = _common_dtype(a, b) if a.dtype is not b.dtype or a.dtype is not INT else FLOAT
             a, b = a._cast(common), b._cast(common)
+            if not both_masks and (y := _SMALL_BINARY[op](a, b)) is not None:
+                return y
         y = _new(a.shape if a.shape == b.shape else broadcast_shape(a.shape, b.shape), a.dtype, device, op)
         device.binary(op, y, a, b)
         if op in _COMPARISONS or op in _KEEPS_MASKS and both_masks:
@@ -625,6 +628,8 @@ class NDArray(Array, Methods):
                 value = _int32(int(value))
         if x.dtype is not INT:
             value = float(value)
+        if y is None and x is not self and (y := _SMALL_SCALAR[op](x, value, reflected)) is not None:
+            return y
         device = x.buffer.device
         if y is None:
             y = _new(x.shape, x.dtype, device, op)

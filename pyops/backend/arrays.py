@@ -17,7 +17,7 @@ _ADDRESS, _cast, _from_buffer = _ffi.typeof('intptr_t'), _ffi.cast, _ffi.from_bu
 
 def as_shape(shape):
     """Return an int or several as a tuple of Python ints."""
-    return shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
+    return shape if isinstance(shape, tuple) else (shape,) if type(shape) is int else tuple(np.atleast_1d(shape).tolist())
 
 
 @functools.lru_cache(8192)
