@@ -26,7 +26,8 @@ static void search(const pyops_kernels *kernels, uint64_t *best, int64_t k, cons
     for (int64_t from = 0; from < n; from += PART) {
         const int64_t end = pyops_min(from + PART, n);
         if (kernels->max(x + from, end - from) < pyops_key_value(best[k - 1])) continue;        /* false if either is NaN */
-        for (int64_t c = from; c < end; c++) insert(best, k, pyops_key_of(x[c], first + c));
+        for (int64_t c = from; c < end; c++)
+            if (!(x[c] < pyops_key_value(best[k - 1]))) insert(best, k, pyops_key_of(x[c], first + c));
     }
 }
 
