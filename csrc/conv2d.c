@@ -102,14 +102,15 @@ static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps
                 same++;
             taps[t].plane = same < t ? taps[same].plane : count++ * H * W;
         }
-        for (int64_t t = 0, done = 0; t < T; t++) {
-            if (taps[t].plane != done * H * W) continue;
-            const int64_t top = places[t].row_phase, left = places[t].col_phase, plane = taps[t].plane;
-            const int64_t rows = pyops_min(H, ceil_div(s->H - top, s->stride_h));
-            const int64_t cols = pyops_min(W, ceil_div(s->W - left, s->stride_w));
-            #pragma omp parallel for schedule(static) if (s->N * s->C * H * W > PYOPS_SHARE_FLOATS)
-            for (int64_t c = 0; c < s->N * s->C; c++) {
-                float *to = phases + c * count * H * W + plane;
+        /* all phases of a channel at a time, so that it is read from memory once */
+        #pragma omp parallel for schedule(static) if (s->N * s->C * H * W > PYOPS_SHARE_FLOATS)
+        for (int64_t c = 0; c < s->N * s->C; c++)
+            for (int64_t t = 0, done = 0; t < T; t++) {
+                if (taps[t].plane != done * H * W) continue;
+                const int64_t top = places[t].row_phase, left = places[t].col_phase;
+                const int64_t rows = pyops_min(H, ceil_div(s->H - top, s->stride_h));
+                const int64_t cols = pyops_min(W, ceil_div(s->W - left, s->stride_w));
+                float *to = phases + (c * count + done++) * H * W;
                 const float *from = x + (c * s->H + top) * s->W + left;
                 for (int64_t i = 0; i < rows; i++, to += W, from += s->stride_h * s->W) {
                     if (s->stride_w == 2) every(to, from, cols, 2);
@@ -119,8 +120,6 @@ static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps
                 }
                 if (rows < H) memset(to, 0, (size_t)W * sizeof *to);
             }
-            done++;
-        }
         w.source = phases;
     }
     w.channel = count * H * W, w.image = s->C * w.channel, w.size = s->N * w.image;
@@ -336,10 +335,13 @@ pyops_status pyops_conv2d_forward(float *y, const float *x, const float *weight,
 }
 
 /* ---- the gradient of x --------------------------------------------------------------------------------------------------- */
+static int64_t phase_size(const pyops_conv2d *s) {
+    return s->N * s->C * ceil_div(s->H, s->stride_h) * ceil_div(s->W, s->stride_w);
+}
+
 int64_t pyops_conv2d_backward_x_work(SIZES) {
     const pyops_conv2d s = SIZES_OF;
-    const int64_t phase = is_strided(&s) ? N * C * ceil_div(H, stride_h) * ceil_div(W, stride_w) : 0;
-    return taps_size(&s) + factors_size(&s, C, O, W) + phase;
+    return taps_size(&s) + factors_size(&s, C, O, W) + (is_strided(&s) ? pyops_min(stride_w, W) * phase_size(&s) : 0);
 }
 
 pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *weight, float *work, SIZES, void *stream) {
@@ -358,10 +360,10 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
         const pyops_tiles t = tiles_of(dy, N, O, Ho, Wo, pad_h - 2, pad_w - 2, H, W);
         return correlate_tiles("conv2d_backward_x", (planes){dx, C * H * W, H * W}, H, W, filters, NULL, t, N, C, O);
     }
-    for (int64_t top = 0; top < pyops_min(stride_h, H) && !status; top++)
-        for (int64_t left = 0; left < pyops_min(stride_w, W) && !status; left++) {
-            const int64_t T = taps_of_dy(taps, places, &s, top, left);
-            const int64_t rows = ceil_div(H - top, stride_h), cols = ceil_div(W - left, stride_w);
+    for (int64_t top = 0; top < pyops_min(stride_h, H) && !status; top++) {
+        const int64_t rows = ceil_div(H - top, stride_h), lefts = pyops_min(stride_w, W), size = phase_size(&s);
+        for (int64_t left = 0; left < lefts && !status; left++) {
+            const int64_t T = taps_of_dy(taps, places, &s, top, left), cols = ceil_div(W - left, stride_w);
             const pyops_windows w = {.source = dy,
                                      .size = N * O * Ho * Wo,
                                      .image = O * Ho * Wo,
@@ -379,13 +381,21 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
                     for (int64_t t = 0; t < T; t++)
                         filters[(i * Og + o) * T + t] =
                             weight[((i / Cg * Og + o) * Cg + i % Cg) * all + places[t].a * kw + places[t].b];
-            const planes to = {is_strided(&s) ? phase : dx, C * rows * cols, rows * cols};
+            const planes to = {is_strided(&s) ? phase + left * size : dx, C * rows * cols, rows * cols};
             status = correlate("conv2d_backward_x", to, filters, NULL, &w, Cg, Og, groups);
-            #pragma omp parallel for schedule(static) if (N * C * rows * cols > PYOPS_SHARE_FLOATS)
-            for (int64_t i = 0; i < (is_strided(&s) && !status ? N * C * rows : 0); i++)
-                for (int64_t j = 0; j < cols; j++)
-                    dx[(i / rows * H + i % rows * stride_h + top) * W + j * stride_w + left] = phase[i * cols + j];
         }
+        #pragma omp parallel for schedule(static) if (N * C * rows * W > PYOPS_SHARE_FLOATS)
+        for (int64_t i = 0; i < (is_strided(&s) && !status ? N * C * rows : 0); i++)        /* whole rows of dx at a time */
+            for (int64_t left = 0; left < lefts; left++) {
+                const int64_t cols = ceil_div(W - left, stride_w);
+                const float *const from = phase + left * size + i * cols;
+                float *const to = dx + (i / rows * H + i % rows * stride_h + top) * W + left;
+                if (stride_w == 2)
+                    for (int64_t j = 0; j < cols; j++) to[2 * j] = from[j];
+                else
+                    for (int64_t j = 0; j < cols; j++) to[j * stride_w] = from[j];
+            }
+    }
     return status;
 }
 
