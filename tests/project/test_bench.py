@@ -15,10 +15,11 @@ import pytest
 from conftest import ROOT, environment_without
 from ranks import needs_mpi
 
-from bench import contest, eager, floor, gpu_check, kills, results, serve, table, train, translate
+from bench import contest, eager, floor, gpu_check, kills, results, scaling, serve, table, train, translate
 from bench.contest import NAMES
 from bench.gpu_contest import Run
 from pyops import backend
+from pyops.distributed import __main__ as command
 from pyops.errors import UserError
 
 PLACE = {'machine': 'a machine', 'isa': 'avx2', 'threads': 2, 'torch': '9.9', 'commit': 'c'}
@@ -570,7 +571,24 @@ def test_a_graph_of_torch_reads_the_rows_of_its_next_steps(torch, monkeypatch):
 @pytest.mark.slow
 @needs_mpi
 def test_killed_ranks_leave_a_whole_checkpoint_and_no_process(capsys):
-    kills.main(['--times', '3', '--most', '15'])
+    kills.main(['--times', '3', '--most', '3'])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and lines[3].startswith('kills : 3, all processes ended within ')
     assert lines[4].endswith(' steps have the bits of an undisturbed process')
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_measured_costs_are_flags_of_the_model(capsys):
+    scaling.main(['measure', 'mnist', '--steps', '5'])
+    flags = capsys.readouterr().out.split()
+    command.main(['model', *flags, '--gbit', '1'])
+    assert capsys.readouterr().out.splitlines()[-1].startswith('a batch of 128 pays up to ')
+    scaling.main(['check', 'mnist', '--steps', '5', '-n', '2'])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_link_without_root_is_refused(monkeypatch):
+    monkeypatch.setattr(os, 'geteuid', lambda: 1000)
+    with pytest.raises(UserError, match='^--gbit: needs root, ip and tc'), scaling._namespace(1):
+        pass

@@ -24,7 +24,9 @@ from mnist import train as mnist_train
 from pyops import backend, distributed, environment, flags
 from pyops.backend import library
 from pyops.data import idx
+from pyops.distributed import __main__ as command
 from pyops.distributed import doctor, gradients, world
+from pyops.distributed.model import Link, Work, most_ranks, step_seconds, sum_seconds
 from pyops.errors import UserError
 from pyops.init import normal
 from pyops.ops import Linear
@@ -507,6 +509,40 @@ def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch):
                          env=ranks.environment(RANK='0', WORLD_SIZE='2'))
     assert out.returncode == 2 and out.stderr.startswith(
         'pyops.distributed: error: torchrun started 2 ranks, and MPI sees 1; start them with mpirun')
+
+
+# ---- the model ---------------------------------------------------------------------------------------------------------------
+
+WORK = Work(part=0.01, sample=0.002, add=0.006, update=0.016, floats=10e6)
+LINK = Link(latency=1e-4, bandwidth=1e9)
+
+
+def test_the_model_of_a_step_adds_computation_messages_and_update():
+    assert step_seconds(WORK, LINK, 1, 100) == pytest.approx(0.01 + 0.2 + 0.016)
+    assert step_seconds(WORK, LINK, 1, 100, parts=8) == pytest.approx(8 * 0.01 + 0.2 + 7 * 0.006 + 0.016)
+    # 4 ranks: 2 exchanges each way, 3/4 of 40 MB each way, 3/4 of a pass that adds
+    messages = 4 * 1e-4 + 2 * 0.75 * 40e6 / 1e9 + 0.75 * 0.006
+    assert step_seconds(WORK, LINK, 4, 100, parts=8) == pytest.approx(2 * (0.01 + 0.002 * 12.5) + 0.006 + messages + 0.016)
+    assert step_seconds(WORK, LINK, 4, 100, sharded=True) == pytest.approx(0.01 + 0.05 + messages + 0.004)
+    hides = WORK._replace(hidden=0.5)
+    assert step_seconds(hides, LINK, 4, 100) == pytest.approx(0.01 + 0.05 + messages - 0.03 + 0.016)
+    last_block = 0.75 * (0.006 * gradients.BLOCK / 10e6 + 8 * gradients.BLOCK / 1e12)                # the rest is hidden
+    assert step_seconds(hides, Link(0, 1e12), 4, 100) == pytest.approx(0.01 + 0.05 + last_block + 0.016)
+    assert sum_seconds(WORK, LINK, 1) == 0
+
+
+def test_the_model_finds_the_number_of_ranks_that_pays(capsys):
+    assert most_ranks(WORK, LINK, 1) == 1
+    fast, slow = (most_ranks(WORK, Link(1e-5, bandwidth), 1000) for bandwidth in (1e11, 1e8))
+    assert fast > slow >= 1
+    argv = ['model', '--part-ms', '10', '--sample-ms', '2', '--add-ms', '6', '--update-ms', '16', '--megabytes', '40',
+            '--latency-us', '100', '--gbit', '8', '--samples', '100']
+    command.main(argv)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == ['1', '226.00', 'ms', '1.00', '226.00', 'ms', '1.00'] and len(lines) == 2 + 11 + 1
+    assert lines[4].split()[:4] == ['4', f'{1e3 * step_seconds(WORK, LINK, 4, 100):.2f}', 'ms', '1.60']
+    assert lines[-2].split()[0] == '1024' and len(lines[-2].split()) == 4           # more ranks than samples
+    assert lines[-1] == f'a batch of 100 pays up to {most_ranks(WORK, LINK, 100)} ranks: speedup at least 0.5 for each rank'
 
 
 @needs_mpi
