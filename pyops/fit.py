@@ -155,7 +155,7 @@ def _cut_step(args, step, params, rows, smaller, sizes, filled, inputs):
         ranks, hosts = distributed.size(), len(set(distributed.hosts()))
         print(f'parts : {step.cut.parts} of each batch, on {ranks} rank{"s" * (ranks > 1)}'
               + f' on {hosts} host{"s" * (hosts > 1)}, {backend.threads()} threads each' * (ranks > 1)
-              + '; the step above is one part, without the update', flush=True)
+              + '; the step above is one part, without the update' * (args.listing == 'summary'), flush=True)
     return steps
 
 

@@ -21,7 +21,7 @@ from ranks import needs_mpi
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest
 
 from mnist import train as mnist_train
-from pyops import backend, distributed, environment, flags
+from pyops import backend, distributed, environment, flags, nn
 from pyops.backend import library
 from pyops.data import idx
 from pyops.distributed import __main__ as command
@@ -187,6 +187,15 @@ def test_muon_refuses_shared_moments():
     params.shard(distributed.Shares(params.values.size))
     with pytest.raises(TypeError, match='^Muon: ranks cannot share its moments, .*; use Adam, or leave out'):
         Muon(params)
+
+
+def test_an_optimizer_of_tensors_refuses_shared_moments():
+    tensors = list(nn.Linear(3, 2).parameters())
+    home = tensors[0].home
+    home.shard(distributed.Shares(home.values.size))
+    with pytest.raises(TypeError, match='^Adam: ranks share the moments of these parameters, got Tensors; pass the Parameters'):
+        Adam(tensors)
+    Adam(home)
 
 
 def test_each_block_of_gradients_leaves_when_backward_has_completed_it(monkeypatch):
