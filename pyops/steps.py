@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _SPARE = 8      # capacity beyond the first sizes: an eighth of them, so that a plan is rarely recorded again
 
 
+def _run(plan: Plan) -> None:
+    plan.run()
+
+
 class Steps:
     """Calls step(rows) through plans, one per number of rows, recorded when a batch of that size first comes.
 
@@ -32,7 +36,7 @@ class Steps:
     the same objects at every call, with new contents.
     """
 
-    runner: Callable[[Plan], Any] = staticmethod(Plan.run)      # runs the plan of a step; pyops.finite replaces it
+    runner: Callable[[Plan], Any] = staticmethod(_run)          # runs the plan of a step; pyops.finite replaces it
 
     def __init__(self, step: Callable[..., Any], params: Parameters | None, /, **inputs: Array) -> None:
         self._step, self._params, self._inputs = step, params, inputs
@@ -79,7 +83,7 @@ class SizedSteps:
     So the arrays that step returns must have shapes without these sizes, and other arrays are returned after such a recording.
     """
 
-    runner: Callable[[Plan], Any] = staticmethod(Plan.run)      # as of Steps
+    runner: Callable[[Plan], Any] = staticmethod(_run)          # as of Steps
 
     def __init__(self, step: Callable[..., Any], sizes: Callable[[np.ndarray], tuple[int, ...]],
                  params: Parameters | None, filled: Callable[[np.ndarray], tuple[np.ndarray, tuple[int, ...]]] | None = None, /,
