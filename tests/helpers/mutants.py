@@ -1,0 +1,188 @@
+"""Tests of the op table: kernels that are replaced by wrong ones, each of which the table must reject.
+
+A mutant changes one output of one kernel, on the CPU, in this process: launches of the kernel are wrapped.  It is killed if a
+test of the op table fails for a row that launches the kernel.
+"""
+import contextlib
+import functools
+import os
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import test_table
+from rows import EACH, EXAMPLES, SMALL, Run
+
+from pyops.backend import HOST, library
+from pyops.backend.device import HOST_ARGUMENTS
+
+KINDS = 'nothing', 'zeros', 'stale', 'last row', 'last column', 'added'
+TESTS = (test_table.test_forward_equals_the_formula_in_float64, test_table.test_backward_equals_central_differences,
+         test_table.test_parameter_gradients_add_and_activation_gradients_overwrite,
+         test_table.test_writes_stay_inside_and_nothing_uninitialised_is_read)
+ROWS_TRIED = 6              # rows of a kernel on which a mutant is tried, before it counts as a survivor
+
+
+class Mutant(NamedTuple):
+    """kind: one of KINDS.  The output keeps its content from before the launch (nothing), only in its last row or last column,
+    becomes 0 (zeros) or the output of another launch (stale), or the result is added to its content (added)."""
+    kernel: str
+    output: str
+    kind: str
+
+    def __str__(self):
+        return f'{self.kernel}.{self.output} {self.kind}'
+
+
+class Launches(NamedTuple):
+    """rows: kernel -> [(row, size)] of the op table that launch it, small ones first
+    outputs: (kernel, argument) -> largest number of axes of this output"""
+    rows: dict
+    outputs: dict
+
+
+def outputs_of(kernel, values):
+    """Return {argument: array} of the arrays that a launch may write to, without the workspace."""
+    arguments = library.cpu().functions[f'pyops_{kernel}'].arguments
+    return {a.name: value for a, value in zip(arguments, values, strict=False)
+            if a.pointer and not a.const and isinstance(value, np.ndarray) and value.size
+            and a.name != 'work' and a.name not in HOST_ARGUMENTS}
+
+
+@contextlib.contextmanager
+def wrapped(wrapper):
+    """Inside the block, wrapper(run, kernel, values) is called for each launch on the CPU; run() runs the kernel."""
+    launch = HOST.launch
+    HOST.launch = lambda kernel, *values: wrapper(lambda: launch(kernel, *values), kernel, values)
+    try:
+        yield
+    finally:
+        del HOST.launch
+
+
+@functools.cache
+def launches():
+    """Run every row of the op table and return its Launches."""
+    small = {id(p.values[0]) for p in SMALL}
+    found = Launches({}, {})
+    params = [*SMALL, *EXAMPLES, *(p for p in EACH if id(p.values[0]) not in small), *EACH]
+    for row, size in dict.fromkeys((p.values[0], p.values[1]) for p in params):
+        def note(run, kernel, values, row=row, size=size):
+            found.rows.setdefault(kernel, {})[row, size] = None
+            for name, array in outputs_of(kernel, values).items():
+                found.outputs[kernel, name] = max(found.outputs.get((kernel, name), 0), array.ndim)
+            run()
+        with wrapped(note):
+            Run(row, size)
+    return Launches({kernel: list(rows) for kernel, rows in found.rows.items()}, found.outputs)
+
+
+def mutants(kernels=None):
+    """Return the Mutants of these kernels, by default of all that the op table launches."""
+    return [Mutant(kernel, output, kind) for (kernel, output), axes in sorted(launches().outputs.items())
+            for kind in KINDS if (kernels is None or kernel in kernels) and not (kind.startswith('last') and axes < 2)]
+
+
+def killer(mutant):
+    """Return the name of the first test of the op table that fails with a mutant, None if all pass."""
+    rows = launches().rows[mutant.kernel]
+    stale = _other_output(mutant, rows) if mutant.kind == 'stale' else None
+
+    def change(run, kernel, values):
+        if kernel != mutant.kernel:
+            return run()
+        y = outputs_of(kernel, values).get(mutant.output)
+        if y is None:
+            return run()
+        before = y.copy()
+        run()
+        if mutant.kind == 'nothing':
+            y[...] = before
+        elif mutant.kind == 'zeros':
+            y[...] = 0
+        elif mutant.kind == 'stale':
+            y[...] = np.resize(stale, y.shape)
+        elif mutant.kind == 'last row':
+            y[-1:] = before[-1:]
+        elif mutant.kind == 'last column':
+            y[..., -1:] = before[..., -1:]
+        else:
+            y[...] = y + before
+
+    for row, size in _spread(rows):
+        for test in TESTS:
+            with wrapped(change), _known_differences(row, size), np.errstate(all='ignore'):
+                try:
+                    test(row, size)
+                except Exception as error:      # an assertion, or an op that refuses wrong values
+                    return f'{test.__name__} ({type(error).__name__})'
+    return None
+
+
+def prime(kernel):
+    """Run the tests of a kernel's rows without a mutant: they must pass, and their central differences are kept."""
+    for row, size in _spread(launches().rows[kernel]):
+        for test in TESTS:
+            with _known_differences(row, size):
+                test(row, size)
+
+
+def is_killed(mutant):
+    """Return whether a test fails with a mutant, or its process crashes, as with wrong indices.  Call prime() first.
+
+    Runs in a child process, which has no OpenMP threads: set one thread."""
+    child = os.fork()
+    if not child:
+        status = 2
+        try:
+            status = int(killer(mutant) is None)
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status > 1:
+        raise RuntimeError(f'{mutant}: the child process failed')
+    return status <= 0
+
+
+def _spread(rows):
+    """Return at most ROWS_TRIED of the rows: the smallest that is not the very first, then others of different ops."""
+    ordered = sorted(rows, key=lambda pair: (abs(int(np.prod(np.abs(pair[1]))) - 300), pair[0].name))
+    seen = Counter()
+    first = [pair for pair in ordered if not seen[pair[0].name] and not seen.update([pair[0].name])]
+    return (first + [pair for pair in ordered if pair not in first])[:ROWS_TRIED]
+
+
+def _other_output(mutant, rows):
+    """Return an output of the kernel, flat, that differs from the one in the first row tried: of the last row that has one."""
+    kept = []
+
+    def keep(run, kernel, values):
+        run()
+        if kernel == mutant.kernel and mutant.output in (found := outputs_of(kernel, values)):
+            kept.append(found[mutant.output].reshape(-1).copy())
+    for row, size in reversed(_spread(rows)):
+        with wrapped(keep):
+            Run(row, size)
+        if kept:
+            break
+    return np.roll(kept[-1], 1)
+
+
+@contextlib.contextmanager
+def _known_differences(row, size):
+    """Inside the block, central differences of the reference, which no mutant changes, are computed only once for a row."""
+    before, calls = test_table.central_differences, iter(range(1000))
+    test_table.central_differences = lambda function, value: _differences(row, size, next(calls), function, value, before)
+    try:
+        yield
+    finally:
+        test_table.central_differences = before
+
+
+_kept = {}
+
+
+def _differences(row, size, number, function, value, compute):
+    if (row, size, number) not in _kept:
+        _kept[row, size, number] = compute(function, value)
+    return _kept[row, size, number]

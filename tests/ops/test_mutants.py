@@ -1,0 +1,60 @@
+"""The op table rejects wrong kernels; `make mutants` tries all of them."""
+import os
+import signal
+
+import mutants
+import numpy as np
+import pytest
+from places import on_the_cpu
+from rows import EACH, Run
+
+from pyops.backend import HOST
+
+pytestmark = on_the_cpu
+SOME = 'relu_forward', 'relu_backward', 'layer_norm_backward', 'cross_entropy_forward', 'add_positions_forward'
+
+
+@pytest.mark.parametrize('kernel', SOME)
+def test_the_table_rejects_every_mutant_of_a_kernel(kernel):
+    found = mutants.mutants([kernel])
+    assert found and [str(mutant) for mutant in found if mutants.killer(mutant) is None] == []
+
+
+def test_without_a_mutant_the_same_tests_pass():
+    row, size = mutants.launches().rows['layer_norm_backward'][0]
+    for test in mutants.TESTS:
+        test(row, size)
+    mutant = mutants.Mutant('layer_norm_backward', 'dx', 'zeros')
+    assert mutants.killer(mutant).startswith('test_backward_equals_central_differences (AssertionError)')
+    assert 'launch' not in vars(HOST)
+
+
+def test_a_mutant_that_crashes_is_killed(monkeypatch):
+    monkeypatch.setattr(mutants, 'killer', lambda mutant: os.kill(os.getpid(), signal.SIGSEGV))
+    assert mutants.is_killed(mutants.Mutant('relu_forward', 'y', 'zeros'))
+    monkeypatch.setattr(mutants, 'killer', lambda mutant: None)
+    assert not mutants.is_killed(mutants.Mutant('relu_forward', 'y', 'zeros'))
+
+
+def test_a_mutant_that_changes_nothing_survives(monkeypatch):
+    monkeypatch.setattr(mutants, 'outputs_of', lambda kernel, values: {})
+    monkeypatch.setattr(mutants, 'ROWS_TRIED', 1)
+    assert mutants.killer(mutants.Mutant('relu_forward', 'y', 'zeros')) is None
+
+
+def test_the_table_launches_most_kernels_and_their_outputs_are_found():
+    rows, outputs = mutants.launches()
+    assert len(rows) > 50 and {kernel for kernel, _ in outputs} == set(rows)
+    assert {'c'} == {name for kernel, name in outputs if kernel == 'gemm'}
+
+
+def test_launches_are_seen_with_their_outputs():
+    seen = []
+
+    def note(run, kernel, values):
+        run()
+        seen.append((kernel, {name: np.isfinite(array).all() for name, array in mutants.outputs_of(kernel, values).items()}))
+    row, size = next(p.values for p in EACH if p.values[0].name == 'layer_norm')
+    with mutants.wrapped(note):
+        Run(row, size)
+    assert dict(seen)['layer_norm_backward'] == {'dx': True, 'dweight': True, 'dbias': True}
