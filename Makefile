@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 cuda emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -85,6 +85,10 @@ $(PROBE):
 	    { echo "make: error: no C compiler '$(CC)': install gcc, or clang with libomp, or name one with make CC=..." >&2; exit 2; }
 	@echo 'int main(void) { return 0; }' | $(CC) -fopenmp -x c - -o $@ 2>/dev/null || \
 	    { echo "make: error: '$(CC)' cannot build an OpenMP program: install its OpenMP library (gcc: libgomp, clang: libomp)" >&2; exit 2; }
+
+# On an aarch64 machine plain `make` builds this library; elsewhere this checks that the code compiles.
+aarch64: ## cross-compile the CPU library for aarch64, build/aarch64/libpyops.so (needs gcc-aarch64-linux-gnu)
+	$(MAKE) build/aarch64/libpyops.so CC=aarch64-linux-gnu-gcc X86= BUILD=build/aarch64 LIBRARY=build/aarch64/libpyops.so
 
 # ---- CUDA: the real library by nvcc, and the same files by g++ on an emulator (cuda/emu), which requires no GPU ----
 CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
@@ -314,7 +318,7 @@ clean: ## remove what was built
 	rm -rf build pyops/libpyops*.so pyops/pyops.h pyops/device.h *.egg-info
 
 help: ## print this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 -include $(OBJ:.o=.d) $(wildcard $(CUDA_BUILD)/*.d $(CUDA_BUILD)/common/*.d $(EMULATED_BUILD)/*.d $(EMULATED_BUILD)/common/*.d \
          build/emulator/*.d build/emulator/*/*.d build/conformance/*.d)

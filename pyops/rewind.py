@@ -75,7 +75,7 @@ def checkpoint_before(timeline: Timeline, step: int) -> tuple[int, Path | None]:
 
 def train(session: Any, flags: list[str]) -> None:
     """Run the training program of a session with its flags and these, in this process, without its output."""
-    program = importlib.import_module(f'{session.facts["program"]}.train')
+    program = importlib.import_module(programs.module(f'{session.facts["program"]}.train'))
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(contextlib.chdir(session.facts['folder']))
@@ -229,7 +229,7 @@ def branch(options: Namespace) -> int:
         if path:
             (to / path.name).unlink(missing_ok=True)        # the link to the checkpoint of the first run
     session = timeline.parts(options.step - 1, options.step)[0][0]
-    program = importlib.import_module(f'{session.facts["program"]}.train')
+    program = importlib.import_module(programs.module(f'{session.facts["program"]}.train'))
     flags = [*kept_flags(session.facts['flags'], OF_ONE_START), '-c', str(to.resolve()), *options.flags]
     with contextlib.suppress(OSError):
         os.chdir(session.facts['folder'])

@@ -274,6 +274,14 @@ def test_make_with_clang(tree):
     run(sys.executable, '-c', 'from pyops import backend; backend.isa()', cwd=tree, PYOPS_LIBRARY=str(library))
 
 
+def test_make_builds_the_library_for_aarch64(tree):
+    if not shutil.which('aarch64-linux-gnu-gcc'):
+        pytest.skip('the cross-compiler is not installed: apt install gcc-aarch64-linux-gnu')
+    run('make', 'aarch64', 'EXTRA_CFLAGS=-O1', cwd=tree)
+    header = (tree / 'build/aarch64/libpyops.so').read_bytes()[:20]
+    assert header[:4] == b'\x7fELF' and int.from_bytes(header[18:20], 'little') == 183        # EM_AARCH64
+
+
 def test_make_help_tells_of_every_target():
     if not shutil.which('make'):
         pytest.skip('make is not installed')
