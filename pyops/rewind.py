@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyops import checkpoint
+from pyops import checkpoint, programs
 from pyops.action_file import describe
 from pyops.errors import UserError, printable
 from pyops.steplog import Timeline
