@@ -5,7 +5,7 @@ python -m pyops train transformer ...       as python -m transformer.train; also
 python -m pyops data list|get               data sets: as python -m pyops.data
 python -m pyops serve CKPT                  translations over HTTP
 python -m pyops gradcheck [OP ...]          gradients of ops against central differences, all ops by default
-python -m pyops inspect ...                 saved tensors: draw, serve, compare, products
+python -m pyops inspect ...                 saved tensors: draw, serve, compare, products, sensitivity
 python -m pyops export ...                  a checkpoint in the format of another program
 python -m pyops replay FILE                 a kernel call that --check-finite saved, again
 python -m pyops rewind RUN --step N         any tensor of a past step of a run; also bisect, branch
@@ -57,7 +57,10 @@ def parser():
     check.add_argument('ops', metavar='OP', nargs='*', help='name of an op, such as linear, gru or softmax (default: all)')
     check.add_argument('--json', action='store_true', help='print the results as one JSON document')
     check.set_defaults(run=gradcheck)
-    command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare, products'))
+    inspected = command.add_commands(commands.add_parser(
+        'inspect', help='look at saved tensors: draw, serve, compare, products; and at the sensitivity of a model to formats'))
+    sensitivity_flags(inspected.add_parser('sensitivity', help='measure what rounding each operand does to a training step; '
+                                           'find a cheap recipe'))
     serve.add_flags(commands.add_parser('serve', help='translate with a checkpoint over HTTP'))
     debugging.add_replay_flags(commands.add_parser('replay', help='run a kernel call again that --check-finite saved'))
     debugging.add_rewind_flags(commands.add_parser('rewind', help='repeat a step of a run and print its tensors'))
@@ -97,6 +100,39 @@ def print_version(options):
         print(json.dumps(found))
     else:
         print(f'pyops {__version__}, ABI {ABI_VERSION}, Python {found["python"]}')
+
+
+def sensitivity_flags(parser):
+    """Declare the flags of pyops.sensitivity, which is imported when it runs, so that --help is quick."""
+    import importlib
+
+    from pyops.flags import fraction, non_negative_float, output_file, positive_int
+    from pyops.inspect.choice import patterns
+    from pyops.inspect.command import add_output_flags
+    parser.add_argument('checkpoint', metavar='CKPT', help='a checkpoint, or a folder: its best or newest checkpoint')
+    parser.add_argument('--formats', default='mxfp4,mxfp8', metavar='NAME[,NAME:OPTION=VALUE]',
+                        help='number formats to try (default %(default)s)')
+    parser.add_argument('--layers', type=patterns, default=('*',), metavar='PATTERN',
+                        help="layers, such as 'encoder.*,output', as in --quant-layers (default *)")
+    parser.add_argument('--operands', default='all', metavar='NAME[,NAME]',
+                        help='operands, such as fwd,wgrad.g,attn.k, as in --quant (default %(default)s)')
+    parser.add_argument('-f', '--corpus', metavar='FILE',
+                        help='the corpus of the training run (default: fra-eng if found, else embedded)')
+    parser.add_argument('--data-dir', metavar='DIR', help='search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+    parser.add_argument('--pairs', type=positive_int, default=64, metavar='N',
+                        help='sentence pairs of the step, evenly spaced in the corpus (default %(default)s)')
+    parser.add_argument('--results', type=output_file, metavar='FILE',
+                        help='append results to FILE; the same command continues an interrupted one')
+    parser.add_argument('--search', type=non_negative_float, metavar='PERCENT',
+                        help='search for the cheapest recipe with which the loss rises by at most PERCENT')
+    parser.add_argument('--min-cosine', type=fraction, metavar='C',
+                        help='with --search: smallest cosine of the gradient with the one without rounding (default 0.98)')
+    parser.add_argument('--recipe', type=output_file, metavar='FILE',
+                        help='with --search: write the recipe to FILE, for --quant @FILE')
+    parser.add_argument('--sort', default='gradient', choices=('gradient', 'loss'),
+                        help='sort by the cosine of the gradient or by the rise of the loss (default %(default)s)')
+    add_output_flags(parser)
+    parser.set_defaults(run=lambda options: importlib.import_module('pyops.sensitivity').run(options))
 
 
 def run(arguments):

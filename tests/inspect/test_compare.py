@@ -241,7 +241,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(dump, run, tmp_path):
         assert status == 2 and out == '' and err.count('\n') == 1 and want in err, (arguments, err)
 
 
-@pytest.mark.parametrize('command', ['compare', 'products'])
+@pytest.mark.parametrize('command', ['compare', 'products', 'sensitivity'])
 def test_help_needs_nothing_that_it_does_not_print(command):
     code = (f'import sys; from pyops.__main__ import main\ntry: main(["inspect", "{command}", "--help"])\n'
             'except SystemExit: print(sorted({"numpy", "matplotlib", "torch"} & set(sys.modules)))')

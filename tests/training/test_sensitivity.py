@@ -1,0 +1,188 @@
+"""python -m pyops inspect sensitivity: steps with one rounded operand, and the search for a recipe."""
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from small_models import make_seq2seq, make_transformer, pairs
+from translation import TINY_TRANSFORMER, train_steps
+
+from pyops import __main__, formats
+from pyops.errors import UserError
+from pyops.inspect.tables import worst_first
+from pyops.quantization import OPERANDS, Recipe, family
+from pyops.sensitivity import SORTS, Replay, _Store, search, singles
+from pyops.text.translator import Translator
+from transformer import train as transformer_train
+
+
+@pytest.fixture(scope='module')
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('trained')
+    transformer_train.main([*TINY_TRANSFORMER, '-e', '1', '-c', str(folder / 'ckpt')])
+    return folder / 'ckpt'
+
+
+@pytest.fixture(scope='module')
+def replay():
+    return replay_of(make_transformer)
+
+
+def replay_of(make, store=None):
+    model, (_, corpus) = make(), pairs()
+    train_steps(model, corpus, 20)
+    return Replay(Translator(model, [], []), corpus, store)
+
+
+@pytest.fixture
+def run(capsys):
+    """run(arguments) -> exit status, standard output, standard error of the command."""
+    def call(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            __main__.main(['inspect', 'sensitivity', *map(str, arguments)])
+        return stop.value.code or 0, *capsys.readouterr()
+    return call
+
+
+def of_encoder(replay):
+    return [(layer, operand) for layer, operand in replay.operands if layer.startswith('encoder')]
+
+
+def by_a_new_model(make, recipe):
+    """The loss and the gradient of the step in a model that is built with a recipe."""
+    trained, (_, corpus) = make(), pairs()
+    train_steps(trained, corpus, 20)
+    model = type(trained)(dataclasses.replace(trained.config, ops=family(recipe)), 3)
+    model.params.values[...] = trained.params.values
+    model.params.zero_grads()
+    loss, ctx = model.forward(corpus.batch_of(np.arange(len(corpus))))
+    model.backward(ctx)
+    return float(loss[0]), model.params.grads.astype(np.float64)
+
+
+@pytest.mark.parametrize('make', [make_transformer, make_seq2seq], ids=['transformer', 'seq2seq'])
+def test_a_replay_is_the_step_of_a_model_with_the_recipe(make):
+    replay = replay_of(make)
+    all_layers = {layer for layer, _ in replay.operands}
+    assert len(replay.operands) == sum(len(OPERANDS[kind]) for _, kind in replay.trial.given) and len(all_layers) > 5
+    loss, gradient = by_a_new_model(make, Recipe.parse('bf16,fwd=mxfp4'))
+    chosen = {(layer, operand): formats.parse('mxfp4' if operand.startswith('fwd.') else 'bf16')
+              for layer, operand in replay.operands}
+    result = replay.measure(chosen)
+    _, exact = by_a_new_model(make, Recipe())
+    assert result.loss == loss != replay.loss
+    assert result.cosine == pytest.approx(gradient @ exact / np.linalg.norm(gradient) / np.linalg.norm(exact), abs=1e-6)
+    assert result.cosine < 0.9999
+    again = replay_of(make)
+    assert again.loss == replay.loss and again.measure(chosen) == result
+
+
+def test_each_operand_has_its_own_effect(replay):
+    rows = singles(replay, [formats.parse('mxfp4'), formats.parse('bf16')], of_encoder(replay))
+    assert len(rows) == 2 * 48
+    for row in rows:
+        is_forward = row.operand.partition('.')[0] in ('fwd', 'qk', 'pv')
+        # backward reads the rounded copy of no forward operand, and dropout is off: only forward operands change the loss
+        assert (row.statistics['loss'] != replay.loss) <= is_forward and 0 < row.statistics['cosine'] < 1 + 1e-6
+    cosines = {str(fmt): [row.statistics['cosine'] for row in rows if str(row.format) == fmt] for fmt in ('mxfp4', 'bf16')}
+    assert np.mean(cosines['mxfp4']) < np.mean(cosines['bf16']) and min(cosines['mxfp4']) < min(cosines['bf16']) < 1
+    alone = next(row for row in rows if row.layer.endswith('self_attention.q') and row.operand == 'fwd.x')
+    loss, _ = by_a_new_model(make_transformer, Recipe.parse(f'fwd.x=mxfp4@{alone.layer}'))
+    assert loss == alone.statistics['loss']
+
+
+def test_the_found_recipe_keeps_the_limits_and_is_cheaper_with_wider_limits(replay):
+    operands, narrow = of_encoder(replay), {}
+    rows = singles(replay, [formats.parse('mxfp4'), formats.parse('mxfp8')], operands)
+    for most, least in ((0.04, 0.99999), (0.05, 0.9999), (100.0, 0.0)):
+        found = search(replay, rows, most, least)
+        assert found.result.loss <= replay.loss * (1 + most / 100) and found.result.cosine >= least
+        shares = replay.bits(found.chosen)
+        assert sum(shares.values()) == pytest.approx(1) and set(shares) <= {4, 8, 32}
+        narrow[most] = sum(fmt.bits == 4 for fmt in found.chosen.values())
+        recipe = replay.recipe(found.chosen)
+        again = Recipe.parse(str(recipe))
+        for layer, kind in replay.trial.given:
+            want = {operand: fmt for (of, operand), fmt in found.chosen.items() if of == layer and operand in OPERANDS[kind]}
+            assert again.of(layer, kind) == want
+    assert narrow[0.04] < narrow[0.05] < narrow[100.0] == len(operands)
+
+
+def test_costs_are_the_operations_of_the_products(replay):
+    (_, corpus), config = pairs(), replay.model.config
+    source, target = corpus.lengths.sum(0)
+    for layer, rows, sizes in (('encoder.0.self_attention.q', source, 16 * 16), ('decoder.0.feed_forward.w1', target, 16 * 24),
+                               ('output', target, 16 * config.target_size)):
+        for product in ('fwd', 'dgrad', 'wgrad'):
+            assert replay.costs[layer, product] == 2 * rows * sizes
+    assert all(replay.costs['encoder.0.self_attention', product] > 0 for product in ('qk', 'pv', 'dp', 'dv', 'dq', 'dk'))
+
+
+def test_results_are_kept_and_continued(tmp_path):
+    path = tmp_path / 'results.jsonl'
+    first = replay_of(make_transformer, _Store(path, 'one'))
+    chosen = [{(layer, operand): formats.parse('mxfp4')} for layer, operand in first.operands[:4]]
+    results = [first.measure(one) for one in chosen]
+    with open(path, 'ab') as file:
+        file.write(b'{"recipe": "fwd.x=mxf')              # the process ended while it wrote a line
+    store = _Store(path, 'one')
+    second = replay_of(make_transformer, store)
+    assert [second.measure(one) for one in chosen] == results and second.steps == 1
+    second.measure({second.operands[5]: formats.parse('mxfp4')})
+    assert second.steps == 2 and len(_Store(path, 'one').results) == 5
+    with pytest.raises(UserError, match='results.jsonl: has the results of another checkpoint or of other pairs; name another'):
+        _Store(path, 'two')
+    path.write_text('[1\n')
+    with pytest.raises(UserError, match='results.jsonl: not a file of results; name another file with --results'):
+        _Store(path, 'one')
+
+
+def test_the_command_ranks_operands_and_writes_a_recipe_that_trains(checkpoint, run, tmp_path):
+    flags = checkpoint, '-f', 'embedded', '--pairs', '20', '--layers', 'encoder.0,output', '--results', tmp_path / 'results'
+    status, out, _ = run(*flags, '--formats', 'mxfp4,mxfp8', '--json')
+    document = json.loads(out, parse_constant=pytest.fail)
+    assert status == 0 and document['pairs'] == 20 and document['search'] is None
+    cosines = [row['cosine'] for row in document['steps']]
+    assert cosines == sorted(cosines) and {row['format'] for row in document['steps']} == {'mxfp4', 'mxfp8'}
+    assert all(row['layer'].startswith(('encoder.0', 'output')) for row in document['steps'])
+    lines = run(*flags, '--top', '3')[1].splitlines()
+    assert lines[0].startswith(f'{len(cosines)} steps of') and lines[3].split() == 'cosine loss % format operand layer'.split()
+    for line, row in zip(lines[4:7], document['steps'], strict=False):
+        assert line.split() == [f'{row["cosine"]:.6f}', f'{row["loss_pct"]:+.4f}', row['format'], row['operand'], row['layer']]
+    assert lines[7] == f'... and {len(cosines) - 3} more (--top {len(cosines)} shows all)'
+    losses = [row['loss_pct'] for row in json.loads(run(*flags, '--json', '--sort', 'loss')[1])['steps']]
+    assert losses == sorted(losses, reverse=True)
+    path = tmp_path / 'recipe.txt'
+    status, out, _ = run(*flags, '--search', '1', '--recipe', path)
+    recipe = out.splitlines()[-1].removeprefix('--quant ')
+    assert status == 0 and path.read_text().startswith('# of checkpoint_') and 'search : ' in out
+    parsed = transformer_train.parser().parse_args(['--quant', f'@{path}']).quant
+    assert parsed == recipe != 'none'
+    transformer_train.main([*TINY_TRANSFORMER, '-c', str(tmp_path / 'new'), '--quant', f'@{path}', '--max-steps', '2'])
+
+
+def test_bad_input_is_one_line_that_names_the_remedy(checkpoint, run, tmp_path):
+    for arguments, want in (
+            ((tmp_path / 'nowhere',), 'nowhere'),
+            ((checkpoint, '--formats', 'mxfp7'), 'mxfp7: no such number format'),
+            ((checkpoint, '--formats', 'none'), '--formats none: expected formats; none is the step that'),
+            ((checkpoint, '--layers', 'zzz'), '--layers zzz: no layer has that name; there are'),
+            ((checkpoint, '--operands', 'bwd'), '--operands bwd: no such operand'),
+            ((checkpoint, '--operands', 'qk', '--layers', 'output'), 'have none of these operands'),
+            ((checkpoint, '--recipe', tmp_path / 'r'), '--recipe: has no effect without --search PERCENT; add it'),
+            ((checkpoint, '--search', '-1'), '--search: expected a finite number >= 0'),
+            ((checkpoint, '--search', '1', '--formats', 'mxfp4:hadamard=16,mxfp8'), 'a search needs formats with the same')):
+        status, out, err = run(*arguments, '-f', 'embedded', '--pairs', '4')
+        assert status == 2 and out == '' and err.count('\n') == 1 and want in err, (arguments, err)
+
+
+def test_overflow_is_worst_and_is_not_chosen():
+    model, (_, corpus) = make_transformer(), pairs()
+    model.params['encoder.0.self_attention.q.weight'].value[0, 0] = 1e6         # infinite in fp16
+    replay = Replay(Translator(model, [], []), corpus)
+    operands = [('encoder.0.self_attention.q', 'fwd.x'), ('encoder.0.self_attention.q', 'fwd.w')]
+    rows = singles(replay, [formats.parse('fp16')], operands)
+    assert [bool(row.statistics['overflow']) for row in rows] == [False, True] and not math.isfinite(rows[1].statistics['loss'])
+    assert [row.operand for row in worst_first(rows, SORTS['loss'])] == ['fwd.w', 'fwd.x']
+    assert operands[1] not in search(replay, rows, 1000.0, 0.0).chosen
