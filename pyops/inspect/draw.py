@@ -9,7 +9,8 @@
     DRAW/statistics/            by layer and step: magnitudes, SQNR, gradient flow
     DRAW/index.html             the same, interactive
 
-Each tensor is read once, by the process that draws all its pictures; only its statistics are sent back.  Statistics cover all
+Each tensor is read once, by the process that draws all its pictures; only its statistics are sent back.  Then the processes
+share the pictures of layers and of the whole dump, which are drawn from these.  Statistics cover all
 tensors, pictures at most `limit` tensors per folder; a note reports the omitted ones.
 """
 import collections
@@ -69,6 +70,18 @@ class _Job:
     dpi: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _SheetJob:
+    """A picture of many tensors, or a series of them; sent to a process.
+
+    function: of the module overview; it returns a Sheet or a list of them.   path: without suffix
+    """
+    function: str
+    arguments: tuple
+    path: str
+    dpi: int
+
+
 def run(options):
     """Run the command and return its exit status."""
     summary = draw(options.tensor_dir, options.output_dir, Options(
@@ -121,8 +134,9 @@ def draw(logs, folder, options=None):
         if not records:
             raise UserError(f'{logs}: none of {len(entries)} tensors can be read; {summary.skipped[-1][1]}')
         summary.tensors = len(records)
-        with style.look():
-            _count(summary, written, _draw_overview(source, records, folder, options, summary))
+        sheets = _overview_jobs(source, records, folder, options, summary)
+        for drawn in watch(work(_draw_sheets, sheets), len(sheets), 'statistics', 'pictures'):
+            _count(summary, written, drawn)
         if options.page:
             _write_page(source, entries, folder, texts, work, summary, options.page_max)
     _write_table(os.path.join(folder, 'tensor_stats.txt'), logs, records, summary)
@@ -361,33 +375,38 @@ def _remove_stale(folder, written):
 
 # ---- the whole ---------------------------------------------------------------------------------------------------------
 
-def _draw_overview(source, records, folder, options, summary):
-    """Draw quick_analysis.png and statistics/, yielding (path, whether it was written)."""
+def _overview_jobs(source, records, folder, options, summary):
+    """Return a _SheetJob for quick_analysis.png and for each picture or series of pictures in statistics/."""
     from pyops.inspect.pictures import overview, style
     run = source.run
     about = [style.plain(run.get('program') or ''), style.shortened(os.path.abspath(source.folder), 70),
              _steps({record.step for record in records})]
-    sheets = [('quick_analysis.png', lambda: overview.draw_quick_analysis(
-        records, 'Quick analysis', '  \N{MIDDLE DOT}  '.join(filter(None, about)), len(summary.skipped)))]
+    jobs = [('draw_quick_analysis', (records, 'Quick analysis', '  \N{MIDDLE DOT}  '.join(filter(None, about)),
+                                     len(summary.skipped)), 'quick_analysis')]
     texts = list(dict.fromkeys(text for record in records for text in record.losses))
     if source.steps:
-        sheets.append(('statistics/training.png', lambda: overview.draw_training(curves(source.steps))))
-    pages = {'gradient_flow': overview.draw_gradient_flow(records), 'magnitudes': overview.draw_magnitudes(records),
-             'sqnr': overview.draw_sqnr(records, texts)}
-    for name, found in pages.items():
-        for i, sheet in enumerate(found):
-            sheets.append((f'statistics/{name}{f"_{i + 1:03d}" if len(found) > 1 else ""}.png', lambda sheet=sheet: sheet))
+        jobs.append(('draw_training', (curves(source.steps),), 'statistics/training'))
+    jobs += [('draw_gradient_flow', (records,), 'statistics/gradient_flow'),
+             ('draw_magnitudes', (records,), 'statistics/magnitudes'), ('draw_sqnr', (records, texts), 'statistics/sqnr')]
     layers = overview.by(records, lambda record: (record.layer, record.place))
     limit = options.limit or len(layers)
     if len(layers) > limit:
         summary.notes.append(f'statistics of {limit:,} of {len(layers):,} layers have a picture of their own (--limit {limit})')
     for (layer, place), group in list(layers.items())[:limit]:
         name = style.slug(layer) + (f'_{style.slug(place, 60)}' if place else '')
-        sheets.append((f'statistics/layer_{name}.png',
-                       lambda layer=layer, group=group: overview.draw_layer(layer, group, texts)))
-    for name, sheet in sheets:
-        path = os.path.join(folder, *name.split('/'))
-        yield path, sheet().save(path, options.dpi)
+        jobs.append(('draw_layer', (layer, group, texts), f'statistics/layer_{name}'))
+    return [_SheetJob(function, arguments, os.path.join(folder, *name.split('/')), options.dpi)
+            for function, arguments, name in jobs]
+
+
+def _draw_sheets(job):
+    """Draw the sheets of a job, and return [(path, whether it was written)]."""
+    from pyops.inspect.pictures import overview, style
+    with style.look():
+        found = getattr(overview, job.function)(*job.arguments)
+        sheets = found if isinstance(found, list) else [found]
+        paths = [f'{job.path}{f"_{i + 1:03d}" if len(sheets) > 1 else ""}.png' for i in range(len(sheets))]
+        return [(path, sheet.save(path, job.dpi)) for path, sheet in zip(paths, sheets, strict=True)]
 
 
 def _write_page(source, entries, folder, texts, work, summary, page_max):

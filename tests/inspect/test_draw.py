@@ -1,4 +1,5 @@
 """inspect draw: the numbers behind every picture, pictures of all kinds of tensors, and a folder of them from one command."""
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -576,6 +577,21 @@ def test_several_processes_draw_the_same(dump, tmp_path):
         assert path.read_bytes() == (tmp_path / '2' / path.relative_to(tmp_path / '1')).read_bytes(), path.name
 
 
+def test_processes_also_draw_the_pictures_of_layers(dump, tmp_path, monkeypatch):
+    from pyops.inspect import draw as module
+    calls, workers = [], module._workers
+
+    @contextlib.contextmanager
+    def noting(processes, tasks):
+        with workers(processes, tasks) as work:
+            yield lambda function, jobs: (calls.append((function.__name__, len(jobs))), work(function, jobs))[1]
+    monkeypatch.setattr(module, '_workers', noting)
+    draw(dump, tmp_path, small(names=('weight', 'grad_weight'), limit=1, jobs=2))
+    pictures = [tmp_path / 'quick_analysis.png', *tmp_path.glob('statistics/*.png')]
+    assert [name for name, _ in calls] == ['_draw_tensor', '_draw_sheets'] and calls[1][1] == len(pictures) > 4
+    assert all(path.stat().st_size > 1000 for path in pictures)
+
+
 def test_a_dump_of_other_programs(tmp_path):
     (tmp_path / 'dump').mkdir()
     for i, shape in enumerate([(), (7,), (3, 4, 5)]):
@@ -621,10 +637,12 @@ def test_slow_drawing_shows_its_progress_on_stderr(dump, tmp_path, capsys, monke
     monkeypatch.setattr(training, 'time', SimpleNamespace(perf_counter=itertools.count(0.0, 1.5).__next__))
     summary = draw(dump, tmp_path / 'draw', small(names=('*',), steps=None, limit=1, page=True))
     out, err = capsys.readouterr()
-    shown = [re.fullmatch(r'(pictures|index\.html) \[(\d+)/(\d+)\] \([\d.]+ tensors/s, \d\d:\d\d left\)', line)
-             for line in err.splitlines()]
-    assert out == '' and all(shown) and {match[1] for match in shown} == {'pictures', 'index.html'}
-    assert {int(match[3]) for match in shown} == {summary.tensors} and all(int(match[2]) < summary.tensors for match in shown)
+    shown = [re.fullmatch(r'(pictures|statistics|index\.html) \[(\d+)/(\d+)\] \([\d.]+ (tensors|pictures)/s, \d\d:\d\d left\)',
+                          line) for line in err.splitlines()]
+    assert out == '' and all(shown) and {(match[1], match[4]) for match in shown} == {
+        ('pictures', 'tensors'), ('statistics', 'pictures'), ('index.html', 'tensors')}
+    assert {int(match[3]) for match in shown if match[4] == 'tensors'} == {summary.tensors}
+    assert all(int(match[2]) < int(match[3]) for match in shown)
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------------
