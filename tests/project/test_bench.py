@@ -238,6 +238,16 @@ def test_the_contest_of_steps_in_bfloat16_has_ours_in_float32_too(capsys, monkey
     assert told['precision'] == 'bf16' and set(told['vs']) == {'ours'} and told['median_s'] > 0
 
 
+def test_processes_of_pytorch_keep_freed_memory_and_ours_have_the_defaults(monkeypatch):
+    monkeypatch.delenv('MALLOC_MMAP_MAX_', raising=False)
+    for kind in ('torch', 'torch-compile', 'torch-bf16'):
+        assert contest.environment_of(kind)['MALLOC_MMAP_MAX_'] == '0' and 'PATH' in contest.environment_of(kind)
+    for kind in ('ours', 'jax'):
+        assert 'MALLOC_MMAP_MAX_' not in contest.environment_of(kind)
+    monkeypatch.setenv('MALLOC_MMAP_MAX_', '65536')
+    assert contest.environment_of('torch')['MALLOC_MMAP_MAX_'] == '65536'
+
+
 def test_pytorch_trains_with_its_fused_adam(torch, monkeypatch):
     from bench.torch_step import make_step
     seen, adam = [], torch.optim.Adam
