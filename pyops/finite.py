@@ -125,8 +125,9 @@ def divide(plan: Plan) -> _Pieces:
     has_norm = any(action.kernel == 'grad_norm' for action in plan.replayed)
     log = plan.replayed[logs[0]]
     loss, norm = (plan.argument(log, name) for name in ('loss', 'norm'))
-    changed = {id(array): array for name, array in plan.inputs.items() if array.nbytes <= SMALL and name != 'log'}
-    return _Pieces(ends[0], logs, loss, norm if has_norm else None, list(changed.values()))
+    written = {(t.base or t).name for action in plan.replayed[:ends[0]] for t in action.split()[1].values()}
+    changed = [array for name, array in plan.inputs.items() if name in written and array.nbytes <= SMALL]
+    return _Pieces(ends[0], logs, loss, norm if has_norm else None, changed)
 
 
 def first_not_finite(plan: Plan, end: int) -> str | tuple[int, Action, action_file.Memory]:
