@@ -628,8 +628,10 @@ class NDArray(Array, Methods):
                 value = _int32(int(value))
         if x.dtype is not INT:
             value = float(value)
-        if y is None and x is not self and (y := _SMALL_SCALAR[op](x, value, reflected)) is not None:
-            return y
+        if y is None and x is not self:
+            small_result: NDArray | None = _SMALL_SCALAR[op](x, value, reflected)
+            if small_result is not None:
+                return small_result
         device = x.buffer.device
         if y is None:
             y = _new(x.shape, x.dtype, device, op)

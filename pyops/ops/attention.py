@@ -102,6 +102,7 @@ class Attention:
         C = D // self.heads
         if k.shape[-1] != D or k.ndim != (3 if rows is None else 2):
             raise ValueError(f'k: expected shape {("T", "W", D) if rows is None else ("N", D)}, got {k.shape}')
+        shape: tuple[int, ...]
         if rows is not None:
             B, offsets = rows.sentences if index is None else len(index), rows.offsets
             sizes, shape = (rows.longest, 0, rows.sentences, B), (B,)
