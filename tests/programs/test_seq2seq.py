@@ -168,10 +168,10 @@ def test_sixty_steps_on_the_real_corpus_fall_as_torchs(torch):
     config = Config(*map(len, vocabularies), embedding=64, hidden=64, dropout=0.0)
     model = Seq2Seq(config)
     step = make_step(copy_weights(TorchSeq2Seq(config), model.params.arrays()), lr=0.005)
-    ours = train_steps(model, pairs, 60, batch_size=128)
+    ours = train_steps(model, pairs, 60, batch_size=64)
     rng, theirs = np.random.default_rng(0), []
     for _ in range(60):
-        batch = pairs.padded(rng.integers(0, len(pairs), 128))
+        batch = pairs.padded(rng.integers(0, len(pairs), 64))
         theirs.append(step(*(torch.tensor(a).long() for a in batch)).item())
     print('ours  ', *(f'{loss:.3f}' for loss in ours[::6]), '\ntorch ', *(f'{loss:.3f}' for loss in theirs[::6]))
     assert ours[0] > 9 and ours[-1] < 6
