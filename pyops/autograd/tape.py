@@ -42,15 +42,14 @@ class Recorded:
 
     array           the NDArray
     origin          (node, index of its output) of the op that produced it; None for a leaf
-    entry           the pyops.params.Parameter over the same memory, which the parameters of modules have; None for others
-    calls           {op: KernelCall} of the kernel ops whose first parameter it is, kept for the next call; only with an entry
+    _calls          {op: KernelCall} of the kernel ops whose first parameter it is, kept for the next call; only nn.Parameters,
+                    whose `entry` is the pyops.params.Parameter over the same memory
     """
     __slots__ = ('array', 'origin', 'requires_grad', '_grad', '_hooks', '__weakref__')
     of_results: ClassVar[type[Tensor]]          # the class of the results of ops, set in tensor.py
     array: NDArray
     origin: Origin | None
-    entry: Any = None
-    calls: Mapping[Any, KernelCall] = MappingProxyType({})
+    _calls: Mapping[Any, KernelCall] = MappingProxyType({})
     requires_grad: bool
     _grad: Tensor | None
     _hooks: dict[int, Any]                      # hooks of a leaf, by number; not set before the first
@@ -262,7 +261,7 @@ class KernelCall:
         self.parameters = [(argument, getattr(p, 'name', None) or argument, array)
                            for (argument, p), array in zip(tensors.items(), arrays, strict=True)]
         self.settings = {name: value for name, value in constants.items() if name not in tensors}
-        entries = tuple([p.entry for p in tensors.values()])
+        entries = tuple([getattr(p, 'entry', None) for p in tensors.values()])
         with backend.on(device):
             if (isinstance(op, type) and all([e is not None and e.touched is None and e.rounded is None for e in entries])
                     and all([type(setting) in _CONSTANT for setting in self.settings.values()])):
@@ -285,7 +284,7 @@ class KernelCall:
             return False
         for (argument, _, _), entry in zip(self.parameters, self.entries or (), strict=True):
             value = constants.get(argument)
-            if not isinstance(value, Recorded) or value.entry is not entry:
+            if getattr(value, 'entry', None) is not entry:
                 return False
         for name, setting in self.settings.items():
             value = constants.get(name, self)
@@ -309,11 +308,11 @@ def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:
             break
     else:
         return KernelCall(op, constants)
-    kernel = first.calls.get(op)
+    kernel = first._calls.get(op)
     if kernel is None or not kernel.fits(constants):
         kernel = KernelCall(op, constants)
         if kernel.entries is not None:
-            first.calls[op] = kernel            # type: ignore[index]  # a Parameter's calls are a dict
+            first._calls[op] = kernel           # type: ignore[index]  # a Parameter's are a dict
     return kernel
 
 

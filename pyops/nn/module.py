@@ -39,7 +39,7 @@ class Parameter(Tensor):
     .grad is a view of the flat gradient buffer: zeros before the first backward, which adds to it.  It is None while
     requires_grad is off.
     """
-    __slots__ = ('name', 'home', 'entry', 'calls', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed',
+    __slots__ = ('name', 'home', 'entry', '_calls', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed',
                  '_given')
     name: str | None            # this and the next two are None until the tree is first used
     home: Any                   # the pyops.params.Parameters with its memory
@@ -57,7 +57,7 @@ class Parameter(Tensor):
         if min(self._shape, default=1) < 1:
             raise ValueError(f'Parameter: shape {self._shape}: expected sizes of 1 or more')
         self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = self._given = None
-        self.origin, self.requires_grad, self._seed, self.calls = None, True, next_key('parameter'), {}
+        self.origin, self.requires_grad, self._seed, self._calls = None, True, next_key('parameter'), {}
 
     @property
     def shape(self) -> Shape:
