@@ -176,11 +176,15 @@ template <class F> struct Arrays {
 };
 
 // ---- the kernels: packs and elements -----------------------------------------------------------------
+// Loads of WIDTH elements in flight per operand.  Operations with long code for rare arguments spill registers with more.
+template <class F>
+constexpr bool IS_LONG = std::is_same_v<F, Sin> || std::is_same_v<F, Cos> || std::is_same_v<F, Remainder>;
+template <class F, int WIDTH> constexpr int IN_FLIGHT = (WIDTH == 4 ? 4 : 8) / F::INPUTS / (IS_LONG<F> ? 2 : 1);
+
 // y = f(x) for `count` packs of WIDTH adjacent elements; axes: of the packs, strides in elements.
 template <int WIDTH, class F, class Index>
 DEVICE void transform(const F &f, const Arrays<F> &arrays, const Axes<Index> &axes, Index count) {
     using In = typename F::In;
-    constexpr int ROUNDS = (WIDTH == 4 ? 4 : 8) / F::INPUTS;
     struct Read {
         int64_t to;
         Pack<In, WIDTH> x[F::INPUTS];
@@ -211,7 +215,7 @@ DEVICE void transform(const F &f, const Arrays<F> &arrays, const Axes<Index> &ax
         }
         store_pack(arrays.y + read.to, y);
     };
-    in_rounds<ROUNDS>(Index(0), count, load, store);
+    in_rounds<IN_FLIGHT<F, WIDTH>>(Index(0), count, load, store);
 }
 
 template <class F, class Index>
@@ -375,17 +379,16 @@ template <class F> static cudaError_t launch_elementwise(const F &f, Arrays<F> a
     const int64_t n = s.elements();
     const int across = transposed_axis(s);
     if (across >= 0) return launch_tiles(f, arrays, s, across, stream);
-    constexpr int ROUNDS = 4 / F::INPUTS;
     if (s.n && comes_in_packs(arrays, s) && fits_int32(n / 4)) {
         Space in_packs = s;
         Axis &last = in_packs.axis[s.n - 1];
         last.size /= 4;
         for (int o = 0; o < OPERANDS; o++) last.stride[o] *= 4;
         for (int o = 0; o < F::INPUTS; o++) arrays.same[o] |= last.stride[1 + o] == 0;
-        return LAUNCH(packs<F>, grid_of_rounds(blocks_for<int64_t>(n, 4), THREADS, ROUNDS), THREADS, 0, stream_of(stream), f,
-                      arrays, Axes<uint32_t>(in_packs), static_cast<uint32_t>(n / 4), n);
+        return LAUNCH(packs<F>, grid_of_rounds(blocks_for<int64_t>(n, 4), THREADS, IN_FLIGHT<F, 4>), THREADS, 0,
+                      stream_of(stream), f, arrays, Axes<uint32_t>(in_packs), static_cast<uint32_t>(n / 4), n);
     }
-    const unsigned blocks = grid_of_rounds(n, THREADS, 2 * ROUNDS);
+    const unsigned blocks = grid_of_rounds(n, THREADS, IN_FLIGHT<F, 1>);
     return fits_int32(n)
         ? LAUNCH((elements<F, uint32_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint32_t>(s), uint32_t(n))
         : LAUNCH((elements<F, uint64_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint64_t>(s), uint64_t(n));
