@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from browsing import Page
-from conftest import ROOT
+from conftest import ROOT, made_once
 
 for package in ('mkdocs', 'material', 'mkdocstrings_handlers.python'):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[site]'")
@@ -18,11 +18,11 @@ for package in ('mkdocs', 'material', 'mkdocstrings_handlers.python'):
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
     """The folder of the site, built with warnings as errors."""
-    folder = tmp_path_factory.mktemp('site')
-    done = subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--strict', '-q', '-d', str(folder)], cwd=ROOT,
-                          env=os.environ | {'NO_MKDOCS_2_WARNING': '1'}, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
-    return folder
+    def build(folder):
+        done = subprocess.run([sys.executable, '-m', 'mkdocs', 'build', '--strict', '-q', '-d', str(folder)], cwd=ROOT,
+                              env=os.environ | {'NO_MKDOCS_2_WARNING': '1'}, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+    return made_once(tmp_path_factory, 'site', build)
 
 
 def test_the_navigation_has_the_order_of_the_index(site):
