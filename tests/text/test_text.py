@@ -508,6 +508,7 @@ def test_real_corpus_splits_by_source(real):
 
 class Scripted:
     """A model that says the columns of `script`, (T, B), whatever the source; its state is how many it has said."""
+    free_rows = False
 
     def __init__(self, script):
         self.script, self.heard, self.output = np.array(script), [], self
@@ -516,8 +517,8 @@ class Scripted:
         self.source = source
         return 0
 
-    def next(self, word, state, parents=None):
-        assert parents is None and word.dtype == np.int32
+    def next(self, word, state, parents=None, sources=None):
+        assert parents is sources is None and word.dtype == np.int32
         self.heard.append(word.tolist())
         return self.script[state].astype(np.float32)[:, None], state + 1
 
