@@ -219,7 +219,7 @@ static int has_tiles(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W) {
 }
 static int64_t tile_filters_size(int64_t M, int64_t C) { return 16 * M * C; }
 
-/* The tiles of images (N,C,H,W) for results (rows,cols), of which the first starts at (top,left). */
+/* The tiles of images (N,C,H,W) for results (rows,cols); the first starts at (top,left). */
 static pyops_tiles tiles_of(const float *source, int64_t N, int64_t C, int64_t H, int64_t W, int64_t top, int64_t left,
                             int64_t rows, int64_t cols) {
     return (pyops_tiles){.source = source, .size = N * C * H * W, .image = C * H * W, .channel = H * W, .H = H, .W = W,

@@ -37,7 +37,7 @@ def add_branch_flags(parser: Any) -> None:
     parser.add_argument('--step', type=non_negative_int, required=True, metavar='N',
                         help='train on from the state after N steps (required)')
     parser.add_argument('--to', metavar='DIR', help='folder of the new run (default: RUN_step_N)')
-    parser.epilog = 'All other flags are given to the program and replace those of the run: -l 0.0005'
+    parser.epilog = 'All other flags are given to the program and replace the flags of the run: -l 0.0005'
     parser.others = 'flags'
     parser.set_defaults(run=_later('pyops.rewind', 'branch'), flags=[])
 

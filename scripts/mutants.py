@@ -74,7 +74,7 @@ def table(kernels, tried, killed, survivors):
     """Return the text of the page."""
     lines = [f'Of {kernels} kernels: {killed.total()} of {tried.total()} mutants are killed, '
              f'{killed.total() / tried.total():.1%}.', '', '| the output | mutants | killed |', '|---|---|---|']
-    names = {'nothing': 'keeps its content', 'zeros': 'is 0', 'stale': 'is that of another call',
+    names = {'nothing': 'keeps its content', 'zeros': 'is 0', 'stale': 'comes from another call',
              'last row': 'keeps its last row', 'last column': 'keeps its last column', 'added': 'is added to its content'}
     lines += [f'| {names[kind]} | {tried[kind]} | {killed[kind]} |' for kind in tried]
     if survivors:

@@ -160,7 +160,7 @@ def unary(array_type, op):
 
 
 def convert(array_type):
-    """Return f(x, dtype) for a dtype other than that of x."""
+    """Return f(x, dtype) for another dtype than x has."""
     def prepared(x, dtype, _):
         memory = _memory_of(x.shape, dtype) if (dtype, x.dtype) in CONVERSIONS else None
         return memory and (getattr(library.cpu().lib, f'pyops_{CONVERSIONS[dtype, x.dtype]}'), *memory,

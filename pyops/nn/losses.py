@@ -58,7 +58,7 @@ class NLLLoss(Layer):
 
 
 class _Difference(Layer):
-    """A loss of x and a target of the same shape.   reduction: 'mean' or 'sum' (shape ()), or 'none' (that of x)"""
+    """A loss of x and a target of the same shape.   reduction: 'mean' or 'sum' (shape ()), or 'none' (the shape of x)"""
 
     def __init__(self, *, reduction: str = 'mean') -> None:
         self.reduction = reduction
