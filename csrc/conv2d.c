@@ -222,8 +222,15 @@ static int64_t tile_filters_size(int64_t M, int64_t C) { return 16 * M * C; }
 /* The tiles of images (N,C,H,W) for results (rows,cols); the first starts at (top,left). */
 static pyops_tiles tiles_of(const float *source, int64_t N, int64_t C, int64_t H, int64_t W, int64_t top, int64_t left,
                             int64_t rows, int64_t cols) {
-    return (pyops_tiles){.source = source, .size = N * C * H * W, .image = C * H * W, .channel = H * W, .H = H, .W = W,
-                         .top = top, .left = left, .rows = ceil_div(rows, 2),
+    return (pyops_tiles){.source = source,
+                         .size = N * C * H * W,
+                         .image = C * H * W,
+                         .channel = H * W,
+                         .H = H,
+                         .W = W,
+                         .top = top,
+                         .left = left,
+                         .rows = ceil_div(rows, 2),
                          .lanes = pyops_round_up(ceil_div(cols, 2), PYOPS_LANES)};
 }
 

@@ -215,15 +215,15 @@ typedef struct {
     int64_t far, jump;
 } pyops_tile;
 
-enum { PYOPS_RUN = 16 };            /* cache lines in a row of KC floats */
+enum { PYOPS_RUN = 16 }; /* cache lines in a row of KC floats */
 
 /* The micro-kernel of a product and the packing of its operands. */
 typedef struct {
-    const char *name;               /* "avx2" */
-    int is_bf16;                    /* a packed b has pairs of bfloat16 in place of floats; a step along K is a pair */
-    int a_step;                     /* floats of a row of a packed a in a step */
-    int a_in_rows;                  /* a packed a is always in rows, not in panels */
-    int64_t MR, MC;                 /* as in pyops_kernels, or 0: float32's */
+    const char *name; /* "avx2" */
+    int is_bf16; /* a packed b has pairs of bfloat16 in place of floats; a step along K is a pair */
+    int a_step; /* floats of a row of a packed a in a step */
+    int a_in_rows; /* a packed a is always in rows, not in panels */
+    int64_t MR, MC; /* as in pyops_kernels, or 0: float32's */
     void (*gemm)(const pyops_tile *t);
     /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`.  A: in panels or, if
      * a_in_rows, or if is_bf16 and along is 1, in rows. */
@@ -251,7 +251,7 @@ typedef struct {
 #include "kernels/kernels.inc"
 #undef KERNEL
 const pyops_kernels *pyops_active(void);
-const pyops_kernels *pyops_in_float32(void), *pyops_in_bf16(void);  /* the tables of a type, whatever the precision is */
+const pyops_kernels *pyops_in_float32(void), *pyops_in_bf16(void); /* the tables of a type, whatever the precision is */
 
 /* int8_group with the instructions of VNNI, or NULL if the compiler has none. */
 typedef void pyops_int8_kernel(float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R,
@@ -425,14 +425,14 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
 /* ---- compact weights: csrc/compact.c ---- */
 typedef struct {
     const pyops_kernels *k;
-    int64_t O, I, steps;                /* steps: floats of a packed row */
+    int64_t O, I, steps; /* steps: floats of a packed row */
     int32_t format;
     const float *compact, *x;
-    uint8_t *bytes;                     /* INT8: x rounded, (R,4 steps), and the scales of its rows */
+    uint8_t *bytes; /* INT8: x rounded, (R,4 steps), and the scales of its rows */
     float *x_scales;
 } pyops_compact;
 
-enum { PYOPS_COMPACT_COLUMNS = 512 };   /* a range of columns that starts with a multiple of these can be computed alone */
+enum { PYOPS_COMPACT_COLUMNS = 512 }; /* a range of columns that starts with a multiple of these can be computed alone */
 pyops_status pyops_compact_check(const char *who, int64_t R, int64_t O, int64_t I, int32_t format);
 /* The floats of `work` for R rows. */
 int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format);

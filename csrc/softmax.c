@@ -54,11 +54,10 @@ static void softmax_long_rows(const pyops_kernels *k, const softmax_call *s) {
         float max = -INFINITY;
         double total = 0.0;
 #define EACH_PART(statement) \
-        _Pragma("omp parallel for schedule(static)") \
-        for (int64_t p = 0; p < parts; p++) { \
-            const int64_t at = p * size, length = p + 1 < parts ? size : n - at; \
-            statement; \
-        }
+    _Pragma("omp parallel for schedule(static)") for (int64_t p = 0; p < parts; p++) { \
+        const int64_t at = p * size, length = p + 1 < parts ? size : n - at; \
+        statement; \
+    }
         EACH_PART(found[p] = k->max(x + at, length))
         for (int64_t p = 0; p < parts; p++)
             if (found[p] > max || found[p] != found[p]) max = found[p];     /* a NaN stays: nothing is larger */
