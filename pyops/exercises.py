@@ -98,7 +98,8 @@ def _python_text(name, exercise, blank):
         if isinstance(node, ast.Import | ast.ImportFrom | ast.If):
             last_import = node.end_lineno
         elif node is not found and not isinstance(node, ast.Expr):
-            names = [node.name] if hasattr(node, 'name') else [target.id for target in node.targets]
+            names = [node.name] if hasattr(node, 'name') else [
+                part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)]
             others |= dict.fromkeys(names, (node.lineno, '\n'.join(lines[node.lineno - 1:node.end_lineno])))
     header = (f'"""Exercise {name}: {exercise.text}.\n\nComplete {" and ".join(BLANK)}, with numpy or with the kernels of '
               f'pyops.  Then run:\n\n    python -m pyops exercises check {name} DIR\n"""\n')
