@@ -62,7 +62,7 @@ def child(program, steps, overlaps, flags):
     One rank alone is timed in CPU time, which other processes of the machine hardly change; several ranks in wall time.
     """
     from pyops import distributed
-    from pyops.environment import launch
+    from pyops.launcher import launch
     from pyops.steps import CutSteps
     seconds, found = collections.defaultdict(list), []
     clock = time.process_time if launch().size == 1 else time.perf_counter

@@ -8,6 +8,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from pyops.launcher import launch
+
 # The requirements in pyproject.toml: name of the imported module -> name of the package to install.
 _DEPENDENCIES = {'numpy': 'numpy', 'cffi': 'cffi', '_cffi_backend': 'cffi', 'pycparser': 'pycparser',
                  'safetensors': 'safetensors', 'tqdm': 'tqdm'}
@@ -70,7 +72,6 @@ def _as_one_rank():
     The failing rank aborts: other ranks may wait for it, and so would MPI_Finalize at exit.  A rank other than 0 first gives
     rank 0 time to report the same error, so that it is printed once.
     """
-    from pyops.environment import launch  # not at the top: it imports this module
     place = launch()
     if place is None or place.size == 1:
         yield

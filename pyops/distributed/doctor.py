@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from pyops import __version__, backend, distributed, environment
+from pyops import __version__, backend, distributed, launcher
 from pyops.errors import UserError
 
 SIZES = (2 ** 10, 100), (2 ** 18, 20), (2 ** 22, 4)         # floats, sums
@@ -16,7 +16,7 @@ SIZES = (2 ** 10, 100), (2 ** 18, 20), (2 ** 22, 4)         # floats, sums
 
 def run() -> None:
     """Print what is found; only rank 0 does.  UserError if ranks cannot start, differ in versions, or get different sums."""
-    place = environment.launch()
+    place = launcher.launch()
     distributed.init()
     distributed.agree(mpi4py=_version('mpi4py'), numpy=np.__version__, python=platform.python_version())
     hosts = Counter(distributed.hosts())

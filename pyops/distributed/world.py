@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyops import __version__, backend, environment, errors
+from pyops import __version__, backend, errors, launcher
 from pyops.errors import UserError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def init() -> None:
     UserError if mpi4py or the library of MPI is missing, or if MPI has another number of ranks than the launcher's variables.
     """
     global _world
-    place = environment.launch()
+    place = launcher.launch()
     if place is None or place.size == 1 or _world.size > 1:
         return
     started = f'{place.launcher} started {place.size} ranks'
@@ -399,7 +399,7 @@ def same_bits(x: Array, name: str) -> None:
 
 def default_parts() -> int:
     """Return --parts of a new run without the flag: PARTS or the number of ranks under mpirun, else 1."""
-    place = environment.launch()
+    place = launcher.launch()
     if place is None or place.size == 1 and place.launcher != 'mpirun':
         return 1
     return max(PARTS, 1 << (_world.size - 1).bit_length())

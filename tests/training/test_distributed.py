@@ -21,7 +21,7 @@ from ranks import needs_mpi
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest
 
 from mnist import train as mnist_train
-from pyops import backend, distributed, environment, flags, nn
+from pyops import backend, distributed, flags, launcher, nn
 from pyops.backend import library
 from pyops.data import idx
 from pyops.distributed import __main__ as command
@@ -66,7 +66,7 @@ def test_without_a_launcher_there_is_one_rank_and_mpi_is_not_imported():
 def test_the_place_of_a_rank_is_read_from_the_variables_of_its_launcher(variables, expected, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert environment.launch() == expected
+    assert launcher.launch() == expected
 
 
 # ---- sums --------------------------------------------------------------------------------------------------------------------
