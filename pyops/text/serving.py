@@ -14,7 +14,6 @@ from pyops.text.preprocess import tokenize
 
 _CHUNK = 1 << 17        # most bytes read at once
 _WARNINGS = 10          # most lines that are named as too long
-_SHOWN = 60             # characters of a text shown in a warning
 
 
 def translate(args, program):
@@ -157,7 +156,7 @@ class Output:
             if found[0].cut:
                 self._long += 1
                 if self._long <= _WARNINGS:
-                    print(f'warning: line {self.number}: {cut_text(found[0], text)}', file=sys.stderr, flush=True)
+                    print(f'warning: line {self.number}: {found[0].too_long(text)}', file=sys.stderr, flush=True)
         sys.stdout.flush()
 
     def finish(self):
@@ -198,13 +197,6 @@ def output_fields(translation):
     if translation.alignment is not None:
         fields['alignment'] = [[round(float(weight), 4) for weight in row] for row in translation.alignment]
     return fields
-
-
-def cut_text(translation, text):
-    """Return the end of a warning about a text that is too long."""
-    read = len(translation.source)
-    start = text if len(text) <= _SHOWN else text[:_SHOWN] + '...'
-    return f'too long, only the first {read} of {read + translation.cut} tokens, end mark included, are read: {start!r}'
 
 
 def test(args, translator):

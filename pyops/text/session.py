@@ -3,7 +3,6 @@ import bisect
 import sys
 import time
 
-from pyops.text import serving
 from pyops.text.flags import LARGEST_BEAM
 
 _MOST = 40          # tokens of a row of the table of attention
@@ -43,7 +42,7 @@ class Session:
         if found[0].unknown:
             yield f'unknown words : {" ".join(found[0].unknown)}'
         if found[0].cut:
-            print(f'warning: {serving.cut_text(found[0], line)}', file=sys.stderr, flush=True)
+            print(f'warning: {found[0].too_long(line)}', file=sys.stderr, flush=True)
         for some in found:
             yield some.text + (f'   {some.score:.4f}' if args.scores or args.nbest > 1 else '')
             if some.alignment is not None:

@@ -31,6 +31,7 @@ DECODERS = 8            # searches whose decoders are kept: each has a copy of t
 WINDOW = 32             # batches of a stream that are read before the first is translated, and sorted by length
 _GPU_ROWS = 64          # sentences of every batch on a GPU
 _WEIGHTS = 1 << 20      # elements of an attention matrix of a batch, per head
+_SHOWN = 60             # characters of a text in a warning
 _DEVICE = threading.RLock()     # held during device work: the recording of a plan and the device are global to the process
 
 T = TypeVar('T')
@@ -56,6 +57,11 @@ class Translation(NamedTuple):
     cut: int = 0
     unknown: tuple[str, ...] = ()
     alignment: np.ndarray | None = None
+
+    def too_long(self, text: str) -> str:
+        """Return the end of a warning about the translated text, of which `cut` tokens were not read."""
+        read, start = len(self.source), text if len(text) <= _SHOWN else text[:_SHOWN] + '...'
+        return f'too long, only the first {read} of {read + self.cut} tokens, end mark included, are read: {start!r}'
 
 
 class _Found(NamedTuple):
