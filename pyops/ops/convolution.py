@@ -178,12 +178,11 @@ class Conv2d(_Convolution):
         return dx
 
     def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
-        from pyops.autograd import apply
         weight, settings = parameters['weight'], self.settings()
-        gradients = {'weight': apply(Conv2dFilters, dy, ctx.x, window=weight.shape[2:], **settings)}
+        gradients = {'weight': dy.tape(Conv2dFilters, dy, ctx.x, window=weight.shape[2:], **settings)}
         if 'bias' in parameters:
             gradients['bias'] = dy.sum((0, 2, 3))
-        return (apply(Conv2dTransposed, dy, weight=weight, size=ctx.x.shape[2:], **settings),), gradients
+        return (dy.tape(Conv2dTransposed, dy, weight=weight, size=ctx.x.shape[2:], **settings),), gradients
 
     @staticmethod
     def reference(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, stride: Any = 1, padding: Any = 0,
@@ -246,10 +245,9 @@ class Conv2dTransposed(_Convolution):
         return dy
 
     def backward_on_tensors(self, dx: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
-        from pyops.autograd import apply
         weight, settings = parameters['weight'], self.settings()
-        return (apply(Conv2d, dx, weight=weight, **settings),), {
-            'weight': apply(Conv2dFilters, ctx.y, dx, window=weight.shape[2:], **settings)}
+        return (dx.tape(Conv2d, dx, weight=weight, **settings),), {
+            'weight': dx.tape(Conv2dFilters, ctx.y, dx, window=weight.shape[2:], **settings)}
 
     @staticmethod
     def reference(y: np.ndarray, weight: np.ndarray, size: Sequence[int] = (1, 1), stride: Any = 1, padding: Any = 0,
@@ -315,9 +313,8 @@ class Conv2dFilters(_Convolution):
         return dy, dx
 
     def backward_on_tensors(self, df: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
-        from pyops.autograd import apply
-        return (apply(Conv2d, ctx.x, weight=df, **self.settings()),
-                apply(Conv2dTransposed, ctx.y, weight=df, size=ctx.x.shape[2:], **self.settings())), {}
+        return (df.tape(Conv2d, ctx.x, weight=df, **self.settings()),
+                df.tape(Conv2dTransposed, ctx.y, weight=df, size=ctx.x.shape[2:], **self.settings())), {}
 
     @staticmethod
     def reference(y: np.ndarray, x: np.ndarray, window: Sequence[int] = (1, 1), stride: Any = 1, padding: Any = 0,
