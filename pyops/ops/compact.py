@@ -21,10 +21,9 @@ from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.packed import pad_rows, unpad_rows
 
 if TYPE_CHECKING:
-    from pyops.compute import Compute
     from pyops.ops.packed import Packed
     from pyops.ops.positions import Positions
-    from pyops.params import Parameter
+    from pyops.params import Parameter, Parameters
     from pyops.typing import Array
 
 FORMATS = 'int8', 'bf16', 'float32'         # of pyops_compact_format
@@ -99,10 +98,63 @@ class CompactWeight:
                self.format)
 
 
+class CompactWeights:
+    """The compact weights of a model: its layers request them, and pack() fills them.
+
+    format      'int8', 'bf16' or 'float32'
+    rounds      whether the weights are rounded.  If they are not, a model returns the same bits as with pyops.ops and keeps its
+                parameters; after changing them, call pack() again
+    """
+    is_compact = True
+
+    def __init__(self, format: str) -> None:
+        self.format, self.rounds = format, format != 'float32'
+        self._weights: dict[tuple[Any, ...], CompactWeight] = {}
+
+    def weight(self, weight: Parameter, bias: Parameter | None = None, part: slice | None = None) -> CompactWeight:
+        """Return the CompactWeight of (a part of) a parameter: one for all layers that share it."""
+        O, I = weight.value.shape
+        rows = range(O)[part or slice(None)]
+        key = weight.name, None if part is None else rows.start
+        if key not in self._weights:
+            self._weights[key] = CompactWeight([weight.name], (len(rows), I), self.format, part=part)
+        if bias is not None:
+            self._weights[key].biases = [bias.name]
+        return self._weights[key]
+
+    def joined(self, weights: Sequence[Parameter], biases: Sequence[Parameter]) -> CompactWeight:
+        """Return a CompactWeight of parameters with equally long rows, one below the other."""
+        names = [weight.name for weight in weights]
+        shape = sum(len(weight.value) for weight in weights), weights[0].value.shape[1]
+        return self._weights.setdefault(tuple(names), CompactWeight(names, shape, self.format, [bias.name for bias in biases]))
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the parameters that are packed, weights and biases."""
+        return {name for found in self._weights.values() for name in (*found.names, *found.biases)}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all compact weights."""
+        return sum(found.nbytes for found in self._weights.values())
+
+    def pack(self, params: Parameters, tensors: Mapping[str, np.ndarray] | None = None) -> None:
+        """Pack {name of a parameter: values}, by default the values of params.
+
+        If the weights are rounded, drop their parameters from params: the layers do not read them.
+        """
+        values: Mapping[str, Any] = params.arrays() if tensors is None else tensors
+        for weight in self._weights.values():
+            weight.pack(values)
+        if self.rounds:
+            params.drop(self.names)
+
+
 class CompactLinear:
     """Linear with a compact weight.   x (..., I) -> y (..., O)"""
 
-    def __init__(self, weight: Parameter, bias: Parameter | None = None, name: str | None = None, *, family: Compute) -> None:
+    def __init__(self, weight: Parameter, bias: Parameter | None = None, name: str | None = None, *,
+                 family: CompactWeights) -> None:
         self.name, self.compact = name or weight.owner, family.weight(weight, bias)
 
     def forward(self, x: Array, out: Array | None = None, into: Array | None = None) -> tuple[Array, None]:
@@ -113,7 +165,7 @@ class CompactLinear:
 class CompactProjections:
     """Linear layers with one input as one product.   x (N, I) -> a list of arrays (N, O), columns of one array"""
 
-    def __init__(self, weights: Sequence[Parameter], biases: Sequence[Parameter], name: str, *, family: Compute) -> None:
+    def __init__(self, weights: Sequence[Parameter], biases: Sequence[Parameter], name: str, *, family: CompactWeights) -> None:
         self.name, self.layers, self.compact = name, len(weights), family.joined(weights, biases)
 
     def forward(self, x: Array, out: Array | None = None) -> tuple[list[Array], None]:
@@ -133,7 +185,7 @@ class CompactFeedForward:
     """FeedForward with compact weights.   x, y (..., D)"""
 
     def __init__(self, w1: Parameter, b1: Parameter, w2: Parameter, b2: Parameter, name: str | None = None,
-                 activation: str = 'relu', *, family: Compute) -> None:
+                 activation: str = 'relu', *, family: CompactWeights) -> None:
         self.name, self.first, self.second = name or w1.owner, family.weight(w1, b1), family.weight(w2, b2)
         self.activation = {'relu': None, 'silu': SiLU(), 'gelu': GELU()}[activation]
 
@@ -152,7 +204,7 @@ class CompactEmbeddingPositions:
     """
 
     def __init__(self, weight: Parameter, encoding: Positions, p: float = 0.0, key: int = 0, name: str | None = None, *,
-                 family: Compute) -> None:
+                 family: CompactWeights) -> None:
         self.name, self.compact, self.encoding = name or weight.owner, family.weight(weight), encoding
 
     def forward(self, ids: Array, positions: Array | None = None, step: Array | None = None,
@@ -167,7 +219,7 @@ class CompactLinearCrossEntropy:
     """The output layer, LinearCrossEntropy, with a compact weight; the loss is for evaluation only."""
 
     def __init__(self, weight: Parameter, bias: Parameter, ignore: int = -1, smoothing: float = 0.0,
-                 name: str | None = None, *, family: Compute) -> None:
+                 name: str | None = None, *, family: CompactWeights) -> None:
         self.name, self.compact, self.loss = name or weight.owner, family.weight(weight, bias), CrossEntropy(ignore)
 
     def forward(self, x: Array, labels: Array, gradients: bool = False) -> tuple[Array, CrossEntropy.Ctx]:
@@ -190,7 +242,7 @@ class PackedLinearCrossEntropy(LinearCrossEntropy):
     """LinearCrossEntropy whose topk() reads a packed float32 weight, with the same result."""
 
     def __init__(self, weight: Parameter, bias: Parameter, ignore: int = -1, smoothing: float = 0.0,
-                 name: str | None = None, *, family: Compute) -> None:
+                 name: str | None = None, *, family: CompactWeights) -> None:
         super().__init__(weight, bias, ignore, smoothing, name)
         self.compact = family.weight(weight, bias)
 
@@ -205,7 +257,7 @@ class CompactGRU:
         last: Array | None
 
     def __init__(self, w_ih: Parameter, w_hh: Parameter, b_ih: Parameter, b_hh: Parameter, reset_before: bool = False,
-                 name: str | None = None, *, family: Compute) -> None:
+                 name: str | None = None, *, family: CompactWeights) -> None:
         self.name, self.reset_before = name or w_ih.owner, reset_before
         self.H = H = axes(w_hh.name, w_hh.value, '3H H')[1]
         self.ih, parts = family.weight(w_ih, b_ih), (slice(2 * H), slice(2 * H, None)) if reset_before else (None,)
@@ -244,7 +296,7 @@ class CompactGRU:
 class CompactEmbeddingGRU(CompactGRU):
     """EmbeddingGRU with compact weights.   ids (T, B) or packed (N,)"""
 
-    def __init__(self, table: Parameter, *arguments: Any, family: Compute, **named: Any) -> None:
+    def __init__(self, table: Parameter, *arguments: Any, family: CompactWeights, **named: Any) -> None:
         super().__init__(*arguments, family=family, **named)
         self.table, self.concat = family.weight(table), ConcatContext()
 
