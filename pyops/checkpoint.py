@@ -2,7 +2,8 @@
 
 A file holds tensors and a `state`, any JSON value: epoch, step, data order, vocabularies, configuration.  The state is in
 the file's metadata, with a format name, a format version, the original file name, and a SHA-256 of the state and every
-tensor (0.08 s of the 0.7 s that saving 125 MB takes), so that a damaged file is never loaded.
+tensor (0.08 s of the 0.7 s that saving 125 MB takes), so that a damaged file is never loaded.  The parameters have a second
+SHA-256: a program that translates reads and checks only them, not the moments of the optimizer.
 
 A save writes a hidden temporary file in the same folder, syncs it, and then renames it: whenever the process is killed, a
 file with a checkpoint's name is complete.
@@ -28,6 +29,7 @@ from pyops.errors import UserError
 from pyops.files import write_atomically
 
 SUFFIX = '.safetensors'
+PARAMETERS = 'parameter/'   # start of the names of the tensors that serving reads
 BEST = 'best' + SUFFIX      # the best checkpoint of a run so far, which serving prefers to the newest
 FORMAT = 'pyops checkpoint'
 VERSION = 2             # version 1 had no first_loss and id in the run, and no name in the metadata
@@ -58,6 +60,8 @@ def save(path, tensors, state):
     name_text = os.fsencode(base).decode(errors='replace')
     metadata = {'format': FORMAT, 'version': str(VERSION), 'name': name_text, 'state': text,
                 'sha256': _digest(tensors, text + name_text)}
+    if parameters := _parameters(tensors):
+        metadata['parameters_sha256'] = _digest(parameters, text + name_text)
     # Serialised here: the library's save_file does not sync and, when killed, leaves a temporary file whose name does not
     # identify its process.
     data = serialize(tensors, metadata=metadata)
@@ -68,10 +72,12 @@ def save(path, tensors, state):
                         'or name another folder with -c') from error
 
 
-def load(path, mapped=False):
+def load(path, mapped=False, parameters_only=False):
     """Return (tensors, state) of the checkpoint `path`, bit-identical to what was saved; the arrays are contiguous.
 
     mapped: the arrays are read-only memory of the file, which saves the copy of a tensor that is only checked.
+    parameters_only: without the other tensors, such as the moments of the optimizer, which are then not checked.  Has no effect
+    on a file of an older version, which has one checksum for all tensors.
     Raises UserError for a file that is missing, truncated, damaged, from another program, or in a newer format.
     """
     from safetensors import SafetensorError
@@ -82,7 +88,10 @@ def load(path, mapped=False):
         tensors = mapped and _mapped(path, header, start) or load_file(path)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise _Damaged(f'{path}: damaged checkpoint ({error})') from error
-    if _digest(tensors, metadata['state'] + metadata.get('name', '')) != metadata.get('sha256'):
+    checksum = 'sha256'
+    if parameters_only and 'parameters_sha256' in metadata:
+        tensors, checksum = _parameters(tensors), 'parameters_sha256'
+    if _digest(tensors, metadata['state'] + metadata.get('name', '')) != metadata.get(checksum):
         raise _Damaged(f'{path}: damaged checkpoint: its content does not have the SHA-256 noted when it was saved')
     return tensors, json.loads(metadata['state'])
 
@@ -91,6 +100,10 @@ def name(epoch, now=None):
     """Return the file name of a checkpoint, with date, time and epochs done: checkpoint_20250322_085920_10.safetensors."""
     now = now or datetime.datetime.now()
     return f'checkpoint_{now.strftime(_TIME)}_{epoch}{SUFFIX}'
+
+
+def _parameters(tensors):
+    return {key: tensor for key, tensor in tensors.items() if key.startswith(PARAMETERS)}
 
 
 def _digest(tensors, text):
@@ -201,9 +214,9 @@ class Found:
     by_time: bool = False
 
 
-def find(path, serving=False):
+def find(path, serving=False, parameters_only=False):
     """Load the checkpoint that `-c PATH` names, or the newest intact one of the folder PATH, and return Found.  With `serving`,
-    the best one of the folder is preferred, if training kept it.
+    the best one of the folder is preferred, if training kept it.   parameters_only: as in `load`
 
     A missing folder is created.  A missing or damaged file (PATH ends in .safetensors, or is a file) is an error, and so is
     a folder that cannot be read or written, so that this fails now and not after hours of training.  Temporary files of
@@ -220,14 +233,16 @@ def find(path, serving=False):
         folder = os.path.dirname(path) or '.'
         if not serving:
             _prepare(folder)
-        return Found(path, folder, f'loading from checkpoint : {path}', (), *_load_or_name_another(path, serving))
+        return Found(path, folder, f'loading from checkpoint : {path}', (),
+                     *_load_or_name_another(path, serving, parameters_only))
     if is_new and path.endswith(SUFFIX):
         newest = _newest_beside(path)
         remedy = f'the newest one there is {newest}' if newest else 'name a folder to start from scratch'
         raise UserError(f'{path}: no such checkpoint; {remedy}')
     if not serving:
         _prepare(path)
-    newest, content, warnings = (None, (None, None), ()) if is_new else serving and _best(path) or _newest(path, serving)
+    newest, content, warnings = (None, (None, None), ()) if is_new else (
+        serving and _best(path, parameters_only) or _newest(path, serving, parameters_only))
     if newest:
         line = f'loading from checkpoint : {newest}'
     elif serving:
@@ -272,10 +287,10 @@ def _exists(path):
     return True
 
 
-def _load_or_name_another(path, mapped):
-    """load(path); for a damaged file the error names the newest intact checkpoint in the same folder, if any."""
+def _load_or_name_another(path, mapped, parameters_only):
+    """load(path, ...); for a damaged file the error names the newest intact checkpoint in the same folder, if any."""
     try:
-        return load(path, mapped)
+        return load(path, mapped, parameters_only)
     except _Damaged as error:
         newest = _newest_beside(path)
         if newest is None:
@@ -410,16 +425,16 @@ def _key_of_change(path):
         return '00010101_000000', -1
 
 
-def _best(folder):
+def _best(folder, parameters_only):
     """Return the same as _newest for the best checkpoint of a folder, None if there is none or it is damaged."""
     path = os.path.join(folder, BEST)
     try:
-        return (path, load(path, mapped=True), ()) if os.path.exists(path) else None
+        return (path, load(path, True, parameters_only), ()) if os.path.exists(path) else None
     except UserError:
         return None
 
 
-def _newest(folder, mapped=False):
+def _newest(folder, mapped=False, parameters_only=False):
     """Return (path, (tensors, state), warnings) of the newest intact checkpoint; None and (None, None) if there is none.
 
     warnings: one line per newer file that was skipped; foreign files are reported only if there is no checkpoint.
@@ -434,7 +449,7 @@ def _newest(folder, mapped=False):
             from error
     for _, path in listed:
         try:
-            return path, load(path, mapped), tuple(warnings)
+            return path, load(path, mapped, parameters_only), tuple(warnings)
         except _TooNew:
             raise
         except _Foreign as error:

@@ -264,7 +264,7 @@ def run(options):
     if None in fmts:
         raise UserError(f'--formats {options.formats}: expected formats; none is the step that the others are compared with')
     _check_search(options, fmts)
-    found = checkpoint.find(options.checkpoint, serving=True)
+    found = checkpoint.find(options.checkpoint, serving=True, parameters_only=True)
     for line in found.warnings:
         print(line, file=sys.stderr)
     translator = of_checkpoint(found, {'quant': 'none', 'compute': 'float32'})

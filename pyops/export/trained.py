@@ -66,7 +66,7 @@ def read(path, unrounded=False):
     unrounded: accept a model that rounds its operands (--quant), and drop the rounding
     UserError if there is no such checkpoint, or it rounds its operands.
     """
-    found = checkpoint.find(path, serving=True)
+    found = checkpoint.find(path, serving=True, parameters_only=True)
     settings = found.state.get('settings', {}) if isinstance(found.state, dict) else {}
     quant = settings.get('quant', 'none')
     if quant != 'none' and not unrounded:

@@ -93,7 +93,7 @@ def run(options: Namespace) -> int:
         from pyops import checkpoint, quantization
         from pyops.text.translator import of_checkpoint
         use_device(options)
-        found = checkpoint.find(options.checkpoint, serving=True)
+        found = checkpoint.find(options.checkpoint, serving=True, parameters_only=True)
         settings = found.state.get('settings', {}) if isinstance(found.state, dict) else {}
         translator = of_checkpoint(found, quantization.resolve(options, settings) | {'compute': options.compute})
         for line in (*translator.warnings, translator.rounding):

@@ -49,7 +49,7 @@ def open_translator(args, program):
     """
     from pyops import checkpoint, quantization
     from pyops.text.translator import of_checkpoint
-    found = checkpoint.find(args.checkpoint, serving=True)
+    found = checkpoint.find(args.checkpoint, serving=True, parameters_only=True)
     checkpoint.check_program(found, program)
     replaced = quantization.resolve(args, found.state['settings']) | {'compute': getattr(args, 'compute', None)}
     translator = of_checkpoint(found, replaced)

@@ -84,7 +84,7 @@ def load(path: PathLike, quant: str | None = None, quant_layers: str | None = No
     if compute not in COMPUTE_TYPES:
         raise UserError(f'compute: expected {", ".join(COMPUTE_TYPES[:-1])} or {COMPUTE_TYPES[-1]}, got {compute}')
     replaced = {'quant': quant, 'quant_layers': quant_layers, 'compute': compute}
-    return of_checkpoint(checkpoint.find(path, serving=True), replaced)
+    return of_checkpoint(checkpoint.find(path, serving=True, parameters_only=True), replaced)
 
 
 def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translator:

@@ -453,6 +453,40 @@ def test_find_passes_over_a_flipped_bit(tmp_path, serving):
     assert warning.startswith(f'warning: passed over {paths[2]}: damaged checkpoint: ') and 'SHA-256' in warning
 
 
+@pytest.mark.parametrize('mapped', [False, True])
+def test_a_program_that_translates_reads_and_checks_the_parameters_alone(tmp_path, mapped):
+    tensors = {'adam_m/w': np.full(9, 2.0), 'parameter/b': np.arange(3.0), 'parameter/w': np.ones(9), 'trained/w': np.ones(9)}
+    path, state = tmp_path / checkpoint.name(1, NOON), {'epoch': 1}
+    checkpoint.save(path, tensors, state)
+    parameters = {name: tensors[name] for name in ('parameter/b', 'parameter/w')}
+    whole = path.read_bytes()
+    for name, is_parameter in [*((name, name in parameters) for name in tensors), ('"epoch": 1', True)]:
+        damaged = bytearray(whole)
+        if name in tensors:
+            header = json.loads(whole[8:8 + int.from_bytes(whole[:8], 'little')])
+            damaged[8 + int.from_bytes(whole[:8], 'little') + header[name]['data_offsets'][0]] ^= 1
+        else:
+            damaged[whole.index(b'epoch')] ^= 1
+        path.write_bytes(damaged)
+        assert 'SHA-256' in error_of(checkpoint.load, path, mapped)
+        if is_parameter:
+            assert 'SHA-256' in error_of(checkpoint.load, path, mapped, True)
+        else:
+            found, kept = checkpoint.load(path, mapped, True)
+            assert_same(found, parameters)
+            assert kept == state
+            assert_same(checkpoint.find(tmp_path, serving=True, parameters_only=True).tensors, parameters)
+
+
+def test_a_checkpoint_with_one_checksum_is_checked_whole(tmp_path):
+    path = tmp_path / checkpoint.name(1, NOON)
+    checkpoint.save(path, {'moment': np.ones(3)}, {})
+    assert b'parameters_sha256' not in path.read_bytes()
+    assert set(checkpoint.load(path, parameters_only=True)[0]) == {'moment'}
+    flip(path)
+    assert 'SHA-256' in error_of(checkpoint.load, path, False, True)
+
+
 def test_a_damaged_file_that_was_named_is_an_error_with_the_newest_intact_one(tmp_path):
     paths = [checkpoint.save_or_rescue(tmp_path, n, {'x': np.full(100, n)}, {}, NOON) for n in range(4)]
     flip(paths[3])
