@@ -80,13 +80,11 @@ def load(path, mapped=False, parameters_only=False):
     on a file of an older version, which has one checksum for all tensors.
     Raises UserError for a file that is missing, truncated, damaged, from another program, or in a newer format.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
     path = os.fspath(path)
     metadata, header, start = _read_header(path)
     try:
-        tensors = mapped and _mapped(path, header, start) or load_file(path)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        tensors = mapped and _mapped(path, header, start) or _read(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Damaged(f'{path}: damaged checkpoint ({error})') from error
     checksum = 'sha256'
     if parameters_only and 'parameters_sha256' in metadata:
@@ -118,6 +116,16 @@ def _digest(tensors, text):
 
 _DTYPES = {'F64': '<f8', 'F32': '<f4', 'F16': '<f2', 'I64': '<i8', 'I32': '<i4', 'I16': '<i2', 'I8': '<i1', 'U8': '<u1',
            'BOOL': '?'}
+
+
+def _read(path):
+    """Return copies of the tensors of a file.   ValueError if it is damaged"""
+    from safetensors import SafetensorError  # here: a mapped file does not need the library, whose import takes time
+    from safetensors.numpy import load_file
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(error) from error
 
 
 def _mapped(path, header, start):

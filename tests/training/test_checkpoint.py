@@ -478,6 +478,13 @@ def test_a_program_that_translates_reads_and_checks_the_parameters_alone(tmp_pat
             assert_same(checkpoint.find(tmp_path, serving=True, parameters_only=True).tensors, parameters)
 
 
+def test_a_mapped_checkpoint_is_read_without_the_library_safetensors(tmp_path):
+    checkpoint.save(tmp_path / 'a.safetensors', some_tensors(), STATE)
+    code = ('import sys; from pyops import checkpoint\ntensors, _ = checkpoint.load(sys.argv[1], mapped=True)\n'
+            'print(len(tensors), "safetensors" in sys.modules)')
+    assert run_child(code, tmp_path / 'a.safetensors').stdout == f'{len(some_tensors())} False\n'
+
+
 def test_a_checkpoint_with_one_checksum_is_checked_whole(tmp_path):
     path = tmp_path / checkpoint.name(1, NOON)
     checkpoint.save(path, {'moment': np.ones(3)}, {})

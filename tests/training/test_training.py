@@ -434,6 +434,7 @@ def test_bar_on_a_terminal(columns):
 
 def test_start_up_imports_nothing_heavy():
     code = ("import sys, pyops.flags, pyops.training, pyops.checkpoint, pyops.text.repl\n"
-            "print([name for name in ('tqdm', 'safetensors', 'readline', 'torch') if name in sys.modules])")
+            "import pyops.text.translator, transformer.model\n"
+            "print([name for name in ('concurrent', 'tqdm', 'safetensors', 'readline', 'torch') if name in sys.modules])")
     result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == '[]\n', result.stderr
