@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode aarch64 cuda emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -237,6 +237,14 @@ wheel: .venv/wheel-ready ## build dist/: a source archive, and a wheel for the C
 	env -u MAKEFLAGS -u MAKELEVEL NVCC=none .venv/bin/python -m build --no-isolation -o build/wheel
 	$(if $(filter Linux,$(shell uname -s)),PATH="$(CURDIR)/.venv/bin:$$PATH" auditwheel repair -w dist build/wheel/*.whl,cp build/wheel/*.whl dist)
 	cp build/wheel/*.tar.gz dist
+
+# The whole range of GPUs, unless CUDA_ARCH is given.
+cuda-wheel: cpu .venv/wheel-ready ## build dist/pyops_cuda-*.whl, the CUDA library for use with the CPU wheel (needs nvcc; CUDA_ARCH=all)
+	$(MAKE) cuda CUDA_ARCH='$(if $(filter file,$(origin CUDA_ARCH)),all,$(CUDA_ARCH))' CUDA_BUILD=build/cuda-wheel \
+	    CUDA_LIBRARY=build/cuda-wheel/libpyops_cuda.so
+	rm -f build/cuda-wheel/*.whl && mkdir -p dist
+	.venv/bin/python -m scripts.cuda_wheel build/cuda-wheel/libpyops_cuda.so build/cuda-wheel
+	PATH="$(CURDIR)/.venv/bin:$$PATH" auditwheel repair -w dist build/cuda-wheel/*.whl
 
 # Tests run in one process per core.  WORKERS=0 runs them in a single process, for debuggers.
 WORKERS ?= $(CORES)

@@ -20,6 +20,7 @@ from pyops.errors import UserError
 ABI_VERSION = 10
 PACKAGE = Path(__file__).resolve().parents[1]
 REMEDY = 'run `make` in the source tree, or `pip install .`'
+CUDA_PACKAGE = 'pyops_cuda'     # the package of a wheel that `make cuda-wheel` builds
 CUDA_REMEDY = 'run `make cuda` in the source tree (it needs nvcc), or train on the CPU with -g 0'
 EMULATED_REMEDY = 'run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA'
 
@@ -162,13 +163,24 @@ class _CudaLibrary(ctypes.CDLL):
         return function
 
 
+def _cuda_folder(name):
+    """Return the folder of the CUDA library and device.h: this package, or CUDA_PACKAGE if only that is installed."""
+    if not is_emulated() and not (PACKAGE / name).exists():
+        from importlib.util import find_spec  # here, since the CPU does not need it
+        found = find_spec(CUDA_PACKAGE)
+        if found is not None and found.submodule_search_locations:
+            return Path(found.submodule_search_locations[0])
+    return PACKAGE
+
+
 @functools.cache
 def cuda():
     """Return the CUDA library.  UserError with the remedy if it is not built or has another ABI version."""
     name, remedy = ('libpyops_emulated.so', EMULATED_REMEDY) if is_emulated() else ('libpyops_cuda.so', CUDA_REMEDY)
+    folder = _cuda_folder(name)
     # PYOPS_CUDA_LIBRARY: a library from another build, for example with a sanitizer
-    path = Path(os.environ.get('PYOPS_CUDA_LIBRARY') or PACKAGE / name)
-    headers = [PACKAGE / 'pyops.h', PACKAGE / 'device.h']
+    path = Path(os.environ.get('PYOPS_CUDA_LIBRARY') or folder / name)
+    headers = [PACKAGE / 'pyops.h', folder / 'device.h']
     if not path.exists() or not all(header.exists() for header in headers):
         raise UserError(f'{path}: the CUDA library is not built; {remedy}')
     known = {name: function for header in headers for name, function in functions(header.read_text()).items()}

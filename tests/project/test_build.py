@@ -25,6 +25,8 @@ PROGRAMS = {'mnist', 'seq2seq', 'transformer'}
 SOURCES = '*.py', '*.html', '*.css', '*.js', 'py.typed'         # of a package
 PIP = sys.executable, '-m', 'pip', '--disable-pip-version-check'
 BUILT = ('*.so', '*.o', '__pycache__', '*.egg-info')
+EMULATED = ROOT / 'pyops/libpyops_emulated.so'          # built from the sources of the CUDA library, and runs without a GPU
+needs_emulated = pytest.mark.skipif(not EMULATED.exists(), reason=f'{EMULATED} is not built: make emulated')
 
 
 def packages():
@@ -221,6 +223,42 @@ def test_the_doctor_of_what_was_installed_finds_it_right(installed):
     assert found['is_right'] and found['software']['pyops'].endswith(f' in {installed.target}')
     remedies = [text.partition('install with: ')[2] for text in found['extras'].values() if 'install with: ' in text]
     assert all(re.search(r"pip install 'pyops\[\w+\]'$", remedy) for remedy in remedies), 'there is no source tree'
+
+
+@needs_emulated
+def test_the_cuda_library_is_a_second_wheel_that_an_installed_package_finds(installed, tmp_path):
+    build = sys.executable, '-m', 'scripts.cuda_wheel', EMULATED, tmp_path / 'dist'
+    wheel = Path(run(*build, cwd=ROOT).stdout.strip())
+    content = wheel.read_bytes()
+    run(*build, cwd=ROOT)
+    assert wheel.read_bytes() == content, 'the same library gives the same wheel'
+    assert re.fullmatch(r'pyops_cuda-[\d.]+-py3-none-\w+\.whl', wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        files = [name for name in archive.namelist() if '.dist-info/' not in name]
+        assert sorted(files) == [f'pyops_cuda/{name}' for name in ('__init__.py', 'device.h', 'libpyops_cuda.so')]
+        assert archive.read('pyops_cuda/libpyops_cuda.so') == EMULATED.read_bytes()
+        (name,) = [name for name in archive.namelist() if name.endswith('.dist-info/METADATA')]
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata.get_all('Requires-Dist') == [f'pyops=={metadata["Version"]}'] and metadata['License-Expression'] == 'MIT'
+    without = [sys.executable, '-c', 'from pyops.backend import library; library.cuda()']
+    with pytest.raises(AssertionError, match='libpyops_cuda.so: the CUDA library is not built'):
+        installed.run(*without, PYOPS_CUDA_LIBRARY='', PYOPS_EMULATE_CUDA='')
+    run(*PIP, 'install', '--no-deps', '--no-index', '--target', tmp_path / 'site', wheel, cwd=tmp_path)     # checks RECORD
+    code = ('from pyops.backend import library; import pyops\nprint(library.cuda().lib._name)\n'
+            'x = pyops.gpu().put(__import__("numpy").ones(3, "f"))\nprint((x + x).numpy())')
+    found = run(sys.executable, '-c', code, cwd=tmp_path, PYOPS_CUDA_LIBRARY='', PYOPS_EMULATE_CUDA='',
+                PYTHONPATH=os.pathsep.join([str(installed.target), str(tmp_path / 'site')])).stdout.splitlines()
+    assert found == [str(tmp_path / 'site/pyops_cuda/libpyops_cuda.so'), '[2. 2. 2.]']
+
+
+@needs_emulated
+def test_only_a_cuda_library_of_this_version_gets_into_the_wheel(tmp_path):
+    for path, problem in ((ROOT / 'pyops/libpyops.so', 'no such function'), (ROOT / 'README.md', 'cannot be loaded'),
+                          (tmp_path / 'none.so', 'not built')):
+        done = subprocess.run([sys.executable, '-m', 'scripts.cuda_wheel', path, tmp_path / 'dist'], cwd=ROOT,
+                              capture_output=True, text=True)
+        assert done.returncode == 2 and problem in done.stderr and done.stderr.count('\n') == 1, done.stderr
+    assert not (tmp_path / 'dist').exists()
 
 
 BESIDE_TORCH = """
