@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode aarch64 cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 aarch64-test cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -86,9 +86,19 @@ $(PROBE):
 	@echo 'int main(void) { return 0; }' | $(CC) -fopenmp -x c - -o $@ 2>/dev/null || \
 	    { echo "make: error: '$(CC)' cannot build an OpenMP program: install its OpenMP library (gcc: libgomp, clang: libomp)" >&2; exit 2; }
 
-# On an aarch64 machine plain `make` builds this library; elsewhere this checks that the code compiles.
+# On an aarch64 machine plain `make` builds this library; elsewhere this checks that the code compiles, and aarch64-test its results.
 aarch64: ## cross-compile the CPU library for aarch64, build/aarch64/libpyops.so (needs gcc-aarch64-linux-gnu)
 	$(MAKE) build/aarch64/libpyops.so CC=aarch64-linux-gnu-gcc X86= BUILD=build/aarch64 LIBRARY=build/aarch64/libpyops.so
+
+# Two threads in both runs: the sizes of workspaces depend on their number.
+QEMU ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+aarch64-test: cpu aarch64 .venv/test-ready build/aarch64/run_calls ## run the kernels of the op table on that library (needs qemu-user)
+	PYOPS_ISA=generic OMP_NUM_THREADS=2 .venv/bin/python tests/helpers/recorded_calls.py build/aarch64/calls
+	OMP_NUM_THREADS=2 $(QEMU) build/aarch64/run_calls build/aarch64/libpyops.so build/aarch64/calls
+
+build/aarch64/run_calls: tests/backend/run_calls.c csrc/pyops.h Makefile
+	@mkdir -p $(dir $@)
+	aarch64-linux-gnu-gcc -std=gnu11 -O1 -Wall -Wextra -Icsrc -o $@ $< -ldl -lm
 
 # ---- CUDA: the real library by nvcc, and the same files by g++ on an emulator (cuda/emu), which requires no GPU ----
 CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))

@@ -312,12 +312,52 @@ def test_make_with_clang(tree):
     run(sys.executable, '-c', 'from pyops import backend; backend.isa()', cwd=tree, PYOPS_LIBRARY=str(library))
 
 
-def test_make_builds_the_library_for_aarch64(tree):
+@pytest.fixture(scope='module')
+def calls(tmp_path_factory):
+    """A file with the kernel calls of the op table, recorded in baseline code by two threads."""
+    def record(folder):
+        run(sys.executable, ROOT / 'tests/helpers/recorded_calls.py', folder / 'calls', cwd=ROOT, PYOPS_ISA='generic',
+            OMP_NUM_THREADS='2', PYOPS_BACKEND='cpu')
+    return made_once(tmp_path_factory, 'calls', record) / 'calls'
+
+
+def test_recorded_calls_of_the_op_table_have_their_results_in_c(calls, tmp_path):
+    compiler, program, library = shutil.which('gcc') or shutil.which('cc'), tmp_path / 'run_calls', ROOT / 'pyops/libpyops.so'
+    run(compiler, '-std=gnu11', '-O1', '-Wall', '-Wextra', '-Werror', f'-I{ROOT / "csrc"}', '-o', program,
+        ROOT / 'tests/backend/run_calls.c', '-ldl', '-lm', cwd=tmp_path)
+
+    def result(library, file, isa):
+        done = subprocess.run([program, library, file], capture_output=True, text=True,
+                              env=os.environ | {'PYOPS_ISA': isa, 'OMP_NUM_THREADS': '2'})
+        return done.returncode, done.stdout.splitlines()
+    status, (line,) = result(library, calls, 'generic')
+    count, kernels = int(line.split()[0]), set(re.findall(rb'pyops_[a-z]\w+', calls.read_bytes()))
+    assert (status, line) == (0, f'{count} calls, 0 failed, largest difference 0 of the largest element')
+    assert count > 500 and len(kernels) > 50
+    wrong = bytearray(calls.read_bytes())
+    wrong[-5] ^= 0x80                               # in the last result
+    (tmp_path / 'wrong').write_bytes(wrong)
+    status, lines = result(library, tmp_path / 'wrong', 'generic')
+    assert status == 1 and 'elements differ' in lines[0] and f'{count} calls, 1 failed' in lines[-1]
+    (tmp_path / 'short').write_bytes(wrong[:-9])
+    assert result(library, tmp_path / 'short', 'generic')[0] == 2
+    assert result(tmp_path / 'none.so', calls, 'generic')[0] == 2
+
+
+def test_the_library_for_aarch64_computes_the_op_table_as_this_machine_does(tree, calls):
     if not shutil.which('aarch64-linux-gnu-gcc'):
         pytest.skip('the cross-compiler is not installed: apt install gcc-aarch64-linux-gnu')
     run('make', 'aarch64', 'EXTRA_CFLAGS=-O1', cwd=tree)
     header = (tree / 'build/aarch64/libpyops.so').read_bytes()[:20]
     assert header[:4] == b'\x7fELF' and int.from_bytes(header[18:20], 'little') == 183        # EM_AARCH64
+    if not shutil.which('qemu-aarch64'):
+        pytest.skip('the emulator of aarch64 is not installed: apt install qemu-user')
+    (tree / 'tests/backend').mkdir(parents=True)
+    shutil.copy(ROOT / 'tests/backend/run_calls.c', tree / 'tests/backend')
+    run('make', 'build/aarch64/run_calls', cwd=tree)
+    line = run('qemu-aarch64', '-L', '/usr/aarch64-linux-gnu', 'build/aarch64/run_calls', 'build/aarch64/libpyops.so', calls,
+               cwd=tree, OMP_NUM_THREADS='2').stdout.splitlines()[-1]
+    assert ' 0 failed' in line and int(line.split()[0]) > 500
 
 
 def test_make_help_tells_of_every_target():
