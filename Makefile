@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode aarch64 aarch64-test cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -247,6 +247,11 @@ wheel: .venv/wheel-ready ## build dist/: a source archive, and a wheel for the C
 	env -u MAKEFLAGS -u MAKELEVEL NVCC=none .venv/bin/python -m build --no-isolation -o build/wheel
 	$(if $(filter Linux,$(shell uname -s)),PATH="$(CURDIR)/.venv/bin:$$PATH" auditwheel repair -w dist build/wheel/*.whl,cp build/wheel/*.whl dist)
 	cp build/wheel/*.tar.gz dist
+
+conda: ## build a conda package of the CPU library in dist/conda (needs rattler-build and conda-forge)
+	@command -v rattler-build >/dev/null || \
+	    { echo "make: error: no rattler-build: install it with 'conda install -c conda-forge rattler-build'" >&2; exit 2; }
+	rattler-build build --recipe conda/recipe.yaml --channel conda-forge --output-dir dist/conda
 
 # The whole range of GPUs, unless CUDA_ARCH is given.
 cuda-wheel: cpu .venv/wheel-ready ## build dist/pyops_cuda-*.whl, the CUDA library for use with the CPU wheel (needs nvcc; CUDA_ARCH=all)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import pytest
 from conftest import ROOT, environment_without, made_once
 
+import pyops
 from pyops import backend
 
 DEVELOPMENT = {'bench', 'tests'}        # packages and folders that are not installed
@@ -261,13 +263,50 @@ def test_only_a_cuda_library_of_this_version_gets_into_the_wheel(tmp_path):
     assert not (tmp_path / 'dist').exists()
 
 
+# ---- conda -----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def recipe():
+    """The conda recipe, with the values of its context."""
+    yaml = pytest.importorskip('yaml', reason='pyyaml is not installed: pip install pyyaml')
+    text = (ROOT / 'conda/recipe.yaml').read_text()
+    for name, value in yaml.safe_load(text)['context'].items():
+        text = text.replace(f'${{{{ {name} }}}}', str(value))
+    return yaml.safe_load(text)
+
+
+def test_the_conda_recipe_has_the_metadata_and_requirements_of_the_wheel(recipe):
+    with open(ROOT / 'pyproject.toml', 'rb') as file:
+        project = tomllib.load(file)
+    build, project = project['build-system'], project['project']
+    assert recipe['package'] == {'name': project['name'], 'version': pyops.__version__}
+    assert recipe['about'] == {'summary': project['description'], 'license': project['license'], 'license_file': 'LICENSE'}
+
+    def normal(requirements):
+        return sorted(requirement.replace(' ', '') for requirement in requirements)
+    requirements, python = recipe['requirements'], f'python{project["requires-python"]}'
+    assert normal(requirements['run']) == normal([python, *project['dependencies']])
+    assert normal(requirements['host']) == normal([python, 'pip', *build['requires']])
+    assert (ROOT / 'conda' / recipe['source']['path']).resolve() == ROOT
+    assert recipe['build']['script']['env'] == {'NVCC': 'none'}
+
+
+def test_what_conda_runs_after_a_build_succeeds_on_the_wheel(recipe, installed):
+    modules, commands = recipe['tests']
+    installed.run(sys.executable, '-c', '\n'.join(f'import {name}' for name in modules['python']['imports']))
+    assert len(commands['script']) >= 3
+    for command in commands['script']:
+        assert installed.run(*command.split())
+
+
 BESIDE_TORCH = """
 import numpy as np, sys
 first, second = sys.argv[1:]
 a = np.random.default_rng(0).standard_normal((300, 300)).astype('f')
 
 def pyops_product():
-    from pyops import backend
+    import pyops
+from pyops import backend
     backend.set_threads(2)
     return backend.product(a, a)
 
@@ -321,10 +360,18 @@ def calls(tmp_path_factory):
     return made_once(tmp_path_factory, 'calls', record) / 'calls'
 
 
+def compiled_run_calls(compiler, folder):
+    """The program that runs recorded calls, as the Makefile builds it."""
+    run(compiler, '-std=gnu11', '-O1', '-Wall', '-Wextra', '-Werror', f'-I{ROOT / "csrc"}', '-o', folder / 'run_calls',
+        ROOT / 'tests/backend/run_calls.c', '-ldl', '-lm', cwd=folder)
+    return folder / 'run_calls'
+
+
 def test_recorded_calls_of_the_op_table_have_their_results_in_c(calls, tmp_path):
-    compiler, program, library = shutil.which('gcc') or shutil.which('cc'), tmp_path / 'run_calls', ROOT / 'pyops/libpyops.so'
-    run(compiler, '-std=gnu11', '-O1', '-Wall', '-Wextra', '-Werror', f'-I{ROOT / "csrc"}', '-o', program,
-        ROOT / 'tests/backend/run_calls.c', '-ldl', '-lm', cwd=tmp_path)
+    compiler = shutil.which('gcc') or shutil.which('cc')
+    if not compiler:
+        pytest.skip('a C compiler is needed')
+    program, library = compiled_run_calls(compiler, tmp_path), ROOT / 'pyops/libpyops.so'
 
     def result(library, file, isa):
         done = subprocess.run([program, library, file], capture_output=True, text=True,
@@ -344,7 +391,7 @@ def test_recorded_calls_of_the_op_table_have_their_results_in_c(calls, tmp_path)
     assert result(tmp_path / 'none.so', calls, 'generic')[0] == 2
 
 
-def test_the_library_for_aarch64_computes_the_op_table_as_this_machine_does(tree, calls):
+def test_the_library_for_aarch64_computes_the_op_table_as_this_machine_does(tree, calls, tmp_path):
     if not shutil.which('aarch64-linux-gnu-gcc'):
         pytest.skip('the cross-compiler is not installed: apt install gcc-aarch64-linux-gnu')
     run('make', 'aarch64', 'EXTRA_CFLAGS=-O1', cwd=tree)
@@ -352,11 +399,9 @@ def test_the_library_for_aarch64_computes_the_op_table_as_this_machine_does(tree
     assert header[:4] == b'\x7fELF' and int.from_bytes(header[18:20], 'little') == 183        # EM_AARCH64
     if not shutil.which('qemu-aarch64'):
         pytest.skip('the emulator of aarch64 is not installed: apt install qemu-user')
-    (tree / 'tests/backend').mkdir(parents=True)
-    shutil.copy(ROOT / 'tests/backend/run_calls.c', tree / 'tests/backend')
-    run('make', 'build/aarch64/run_calls', cwd=tree)
-    line = run('qemu-aarch64', '-L', '/usr/aarch64-linux-gnu', 'build/aarch64/run_calls', 'build/aarch64/libpyops.so', calls,
-               cwd=tree, OMP_NUM_THREADS='2').stdout.splitlines()[-1]
+    program = compiled_run_calls('aarch64-linux-gnu-gcc', tmp_path)
+    line = run('qemu-aarch64', '-L', '/usr/aarch64-linux-gnu', program, tree / 'build/aarch64/libpyops.so', calls, cwd=tmp_path,
+               OMP_NUM_THREADS='2').stdout.splitlines()[-1]
     assert ' 0 failed' in line and int(line.split()[0]) > 500
 
 
