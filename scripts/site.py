@@ -20,7 +20,7 @@ FENCE = re.compile(r'^( *)(`{3,}).*?^\1\2$', re.M | re.S)
 LINK = re.compile(r'(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))')
 SECTION = re.compile(r'^## (.+)$|^- \[(.+?)\]\((\w+\.md|\.\./notebooks/\w+\.ipynb)\)', re.M)
 LANGUAGES = {'.py': 'python', '.c': 'c', '.h': 'c', '.inc': 'c', '.cu': 'cuda', '.cuh': 'cuda', '.cpp': 'c++', '.awk': 'awk',
-             '.sh': 'sh', '.toml': 'toml', '.js': 'js', '.css': 'css', '.html': 'html', '.jsonl': 'json'}
+             '.sh': 'sh', '.toml': 'toml', '.js': 'js', '.css': 'css', '.html': 'html', '.jsonl': 'json', '.yaml': 'yaml'}
 MODULES = ['pyops', *(f'pyops.{name}' for name in ('nn', 'functional', 'optim', 'data', 'autograd', 'plan', 'formats'))]
 ROOT_PAGES = ['README.md', 'CONTRIBUTING.md', 'CHANGELOG.md']
 NUMBERED = re.compile(r'^\d+\. .*\n(?:(?:   .*)?\n)*', re.M)

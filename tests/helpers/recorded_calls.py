@@ -35,6 +35,7 @@ def padded(content):
 
 def calls_of(plan):
     """Yield (name of the kernel, record) for the calls of a recorded plan, which runs once more."""
+    from pyops import backend
     from pyops.action_file import memory_of
     from pyops.backend import library
     from pyops.backend.device import HOST_ARGUMENTS
@@ -75,10 +76,10 @@ def calls_of(plan):
             record += numbers(size, content is not None) + padded(content or b'')
         record += numbers(len(values) // 3, *values, len(written))
         for result in written:
-            array, place = np.asarray(plan.argument(action, result)), before.arrays[result]
+            array, place = backend.get(plan.argument(action, result)), before.arrays[result]
             kind = {'f4': FLOAT, 'f8': DOUBLE}.get(array.dtype.str[1:], EXACT)
             record += numbers(place['range'], place['offset'], kind, array.dtype.itemsize, array.ndim)
-            record += numbers(*array.shape, *array.strides) + padded(array.tobytes())
+            record += numbers(*place['shape'], *place['strides']) + padded(array.tobytes())
         yield action.kernel, record
 
 
