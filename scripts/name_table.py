@@ -54,7 +54,7 @@ NOTES = {
 def names():
     """Return the public names of both classes without the names of the tape and of memory."""
     public = {name for kind in (NDArray, Tensor) for name in dir(kind) if not name.startswith('_')}
-    return sorted(public - OWN, key=str.lower)
+    return sorted(sorted(public - OWN), key=str.lower)
 
 
 def cell(name, kinds):
