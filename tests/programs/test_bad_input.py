@@ -612,7 +612,7 @@ runpy.run_module(program, run_name='__main__', alter_sys=True)
 @pytest.mark.parametrize('missing, program, arguments', [
     ('numpy', TRAIN, FRESH + ' -f pairs.txt'), ('numpy', TRANSLATE, '-c ckpt Go.'),
     ('cffi', TRAIN, FRESH + ' -f pairs.txt'), ('_cffi_backend', TRAIN, '-e 0 -c ckpt'),
-    ('safetensors', TRAIN, FRESH + ' -f pairs.txt'), ('safetensors', TRANSLATE, '-c ckpt Go.'),
+    ('safetensors', TRAIN, FRESH + ' -f pairs.txt'),
     ('tqdm', DATA, 'list')])
 def test_a_package_that_is_not_installed(place, missing, program, arguments):
     status, out, error = outcome(start('-c', RUN_WITHOUT, missing, program, *shlex.split(arguments),
