@@ -3,6 +3,7 @@
 Imports neither numpy nor the library, so that --help and a bad flag are quick.
 """
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -282,7 +283,8 @@ def output_file(text):
             with open(text, 'ab'):
                 pass
             if is_new:
-                os.unlink(os.path.realpath(text))
+                with contextlib.suppress(FileNotFoundError):    # another rank checks the same file
+                    os.unlink(os.path.realpath(text))
         except OSError as error:
             raise argparse.ArgumentTypeError(f'{text}: cannot be written ({error.strerror}); '
                                              'name a file in a folder that exists') from None

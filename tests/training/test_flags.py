@@ -174,6 +174,17 @@ def test_an_output_that_can_be_written_is_left_as_it_is(tmp_path, monkeypatch):
         flags.output_file('')
 
 
+def test_two_processes_may_check_the_same_output_file(tmp_path, monkeypatch):
+    unlink = os.unlink
+
+    def deleted_by_both(path):
+        unlink(path)
+        unlink(path)
+    monkeypatch.setattr(flags.os, 'unlink', deleted_by_both)
+    name = str(tmp_path / 'trace.json')
+    assert flags.output_file(name) == name and not os.path.exists(name)
+
+
 def test_good_flags():
     flags = parser().parse_args(['-e', '0', '-b', '128', '-l', '5e-3', '--dropout=.2', '-g', '0'])
     assert vars(flags) == {'epochs': 0, 'batch_size': 128, 'lr': 0.005, 'dropout': 0.2, 'gain': 0.0}
