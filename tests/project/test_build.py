@@ -305,8 +305,7 @@ first, second = sys.argv[1:]
 a = np.random.default_rng(0).standard_normal((300, 300)).astype('f')
 
 def pyops_product():
-    import pyops
-from pyops import backend
+    from pyops import backend
     backend.set_threads(2)
     return backend.product(a, a)
 
