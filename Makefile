@@ -248,10 +248,12 @@ wheel: .venv/wheel-ready ## build dist/: a source archive, and a wheel for the C
 	$(if $(filter Linux,$(shell uname -s)),PATH="$(CURDIR)/.venv/bin:$$PATH" auditwheel repair -w dist build/wheel/*.whl,cp build/wheel/*.whl dist)
 	cp build/wheel/*.tar.gz dist
 
-conda: ## build a conda package of the CPU library in dist/conda (needs rattler-build and conda-forge)
-	@command -v rattler-build >/dev/null || \
-	    { echo "make: error: no rattler-build: install it with 'conda install -c conda-forge rattler-build'" >&2; exit 2; }
-	rattler-build build --recipe conda/recipe.yaml --channel conda-forge --output-dir dist/conda
+.venv/conda-ready: .venv/ready
+	.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[conda]'
+	touch $@
+
+conda: .venv/conda-ready ## build a conda package of the CPU library in dist/conda and test it (needs the channel conda-forge)
+	.venv/bin/python -m scripts.conda_package dist/conda
 
 # The whole range of GPUs, unless CUDA_ARCH is given.
 cuda-wheel: cpu .venv/wheel-ready ## build dist/pyops_cuda-*.whl, the CUDA library for use with the CPU wheel (needs nvcc; CUDA_ARCH=all)

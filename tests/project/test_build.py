@@ -1,6 +1,7 @@
 """What is shipped: a wheel with the library in it that works away from its source tree, and the targets of make."""
 import ast
 import email
+import importlib.util
 import json
 import os
 import platform
@@ -20,6 +21,8 @@ from conftest import ROOT, environment_without, made_once
 
 import pyops
 from pyops import backend
+from pyops.errors import UserError
+from scripts import conda_package
 
 DEVELOPMENT = {'bench', 'tests'}        # packages and folders that are not installed
 PARTS = ('Makefile', 'MANIFEST.in', 'LICENSE', 'README.md', 'pyproject.toml', 'setup.py', 'csrc', 'cuda', 'scripts')
@@ -289,6 +292,25 @@ def test_the_conda_recipe_has_the_metadata_and_requirements_of_the_wheel(recipe)
     assert normal(requirements['host']) == normal([python, 'pip', *build['requires']])
     assert (ROOT / 'conda' / recipe['source']['path']).resolve() == ROOT
     assert recipe['build']['script']['env'] == {'NVCC': 'none'}
+
+
+def test_the_conda_recipe_is_rendered_by_rattler_build(recipe):
+    pytest.importorskip('rattler_build', reason="py-rattler-build is not installed: pip install 'pyops[conda]'")
+    found = conda_package.rendered().recipe.to_dict()
+    assert found['requirements']['run'] == recipe['requirements']['run']
+    assert found['requirements']['build'][0] == 'gcc_linux-64' and found['tests'][1] == recipe['tests'][1]
+
+
+def test_a_conda_package_without_its_requirements_or_its_tool_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / 'channel/noarch').mkdir(parents=True)
+    (tmp_path / 'channel/noarch/repodata.json').write_text('{"packages": {}, "packages.conda": {}}')
+    command = [str(tmp_path / 'built'), '--channel', f'file://{tmp_path}/channel']
+    if importlib.util.find_spec('rattler_build'):
+        with pytest.raises(UserError, match=r'^cannot build .* \(Failed to resolve dependencies\); name another'):
+            conda_package.main(command)
+    monkeypatch.setitem(sys.modules, 'rattler_build', None)
+    with pytest.raises(UserError, match=r"^py-rattler-build is not installed; install it with: pip install 'pyops\[conda\]'$"):
+        conda_package.main(command)
 
 
 def test_what_conda_runs_after_a_build_succeeds_on_the_wheel(recipe, installed):
