@@ -23,9 +23,9 @@ CLASSES = 10
 CHANCE_LOSS = math.log(CLASSES)         # of a model that gives all digits the same probability
 
 
-def parser(program, description, hidden, hidden_help):
+def parser(program, description, hidden, hidden_help, docstring=None):
     """Return a parser with the flags that all digit programs share; `hidden` is the default of --hidden."""
-    p = ArgumentParser(prog=programs.command(program), description=description)
+    p = ArgumentParser(prog=programs.command(program), description=description, docstring=docstring)
     training, data, output = map(p.group, ('training', 'data', 'output'))
     training.add_argument('-e', '--epochs', type=non_negative_int, default=10, metavar='N',
                           help='number of epochs (default %(default)s)')

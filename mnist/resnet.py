@@ -28,7 +28,7 @@ def augmentations(text):
 
 def parser():
     p = program.parser(PROGRAM, 'Train an MLPResNet on handwritten digits.', 100,
-                       'units between blocks; a block has half as many inside')
+                       'units between blocks; a block has half as many inside', __doc__)
     model, regularization = p.group('model'), p.group('regularization')
     model.add_argument('--blocks', type=int_up_to(1000), default=3, metavar='N',
                        help='number of residual blocks (default %(default)s)')

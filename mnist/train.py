@@ -19,7 +19,7 @@ SMALL = 2**17           # hidden units times batch size up to which a CPU step i
 
 
 def parser():
-    p = program.parser(PROGRAM, 'Train a 784-30-10 MLP on handwritten digits.', 30, 'units of the hidden layer')
+    p = program.parser(PROGRAM, 'Train a 784-30-10 MLP on handwritten digits.', 30, 'units of the hidden layer', __doc__)
     add_rank_flags(p, '')
     add_quant_flags(p, '$CUSTOM_QUANT_TYPE, else none')
     return p

@@ -2,6 +2,7 @@
 
 python -m pyops doctor                      what is found on this machine, and a test of the kernels
 python -m pyops train transformer ...       as python -m transformer.train; also translate, evaluate, mnist, seq2seq
+python -m pyops plan mnist ...              every kernel and tensor of a training step: as train with --plan
 python -m pyops data list|get               data sets: as python -m pyops.data
 python -m pyops serve CKPT                  translations over HTTP
 python -m pyops gradcheck [OP ...]          gradients of ops against central differences, all ops by default
@@ -9,6 +10,7 @@ python -m pyops inspect ...                 saved tensors: draw, serve, compare,
 python -m pyops export ...                  a checkpoint in the format of another program
 python -m pyops replay FILE                 a kernel call that --check-finite saved, again
 python -m pyops rewind RUN --step N         any tensor of a past step of a run; also bisect, branch
+python -m pyops bench NAME ...              as python -m bench.NAME in the source tree: measurements beside other libraries
 python -m pyops exercises list|start|check  ops and kernels to complete, with their gradient checks
 python -m pyops version                     versions of pyops, of its kernel header and of Python
 python -m pyops completion bash|zsh         the completion script of a shell
@@ -16,14 +18,27 @@ python -m pyops completion bash|zsh         the completion script of a shell
 import argparse
 import os.path
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 from pyops import programs
 from pyops.errors import UserError, exits_cleanly
 
-# command -> (what it does, the packages that have a program of this name)
-PROGRAMS = {'train': ('train a program, or resume a checkpoint', ('mnist', 'seq2seq', 'transformer')),
-            'translate': ('translate with a checkpoint', ('seq2seq', 'transformer')),
-            'evaluate': ('score a checkpoint: BLEU, chrF', ('seq2seq', 'transformer'))}
+
+class Program(NamedTuple):
+    """A command that runs a module of a program.   name: of the module;  flags: before those of the user"""
+    text: str
+    packages: tuple[str, ...]
+    name: str
+    flags: tuple[str, ...] = ()
+
+
+PROGRAMS = {'train': Program('train a program, or resume a checkpoint', ('mnist', 'seq2seq', 'transformer'), 'train'),
+            'plan': Program('print every kernel and tensor of a training step', ('mnist', 'seq2seq', 'transformer'), 'train',
+                            ('--plan',)),
+            'translate': Program('translate with a checkpoint', ('seq2seq', 'transformer'), 'translate'),
+            'evaluate': Program('score a checkpoint: BLEU, chrF', ('seq2seq', 'transformer'), 'evaluate')}
+MEASUREMENTS = 'kernels', 'train', 'translate', 'serve', 'ndarray', 'eager', 'convolution', 'floor', 'quality', 'scaling'
 
 
 def main(arguments=None):
@@ -46,12 +61,13 @@ def parser():
                               'lists the flags of a program.')
     commands = p.add_commands()
     doctor.add_flags(commands.add_parser('doctor', help='describe this machine and what pyops finds on it; test the kernels'))
-    for name, (text, packages) in PROGRAMS.items():
-        program = commands.add_parser(name, help=text, description=f'{text}: as python -m PROGRAM.{name} in the source tree')
-        program.add_argument('program', choices=packages, metavar='PROGRAM', help=' or '.join(packages))
-        program.add_argument('flags', nargs=argparse.REMAINDER, metavar='...', help='flags of the program')
-        program.set_defaults(run=lambda options, name=name: run_module(programs.module(f'{options.program}.{name}'),
-                                                                       options.flags))
+    for name, program in PROGRAMS.items():
+        module = ' '.join([f'python -m PROGRAM.{program.name}', *program.flags])
+        started = commands.add_parser(name, help=program.text, description=f'{program.text}: as {module} in the source tree')
+        started.add_argument('program', choices=program.packages, metavar='PROGRAM', help=' or '.join(program.packages))
+        started.add_argument('flags', nargs=argparse.REMAINDER, metavar='...', help='flags of the program')
+        started.set_defaults(run=lambda options, program=program: run_module(
+            programs.module(f'{options.program}.{program.name}'), [*program.flags, *options.flags]))
     commands.add_parser('data', help='list and get data sets: as python -m pyops.data')
     check = commands.add_parser('gradcheck', help='check gradients of ops against central differences in float64')
     check.add_argument('ops', metavar='OP', nargs='*', help='name of an op, such as linear, gru or softmax (default: all)')
@@ -67,6 +83,10 @@ def parser():
     debugging.add_bisect_flags(commands.add_parser('bisect', help='find the first step of a run whose loss or gradient meets a '
                                                    'condition'))
     debugging.add_branch_flags(commands.add_parser('branch', help='train on from a past step of a run, beside it'))
+    bench = commands.add_parser('bench', help='measure beside other libraries: as python -m bench.NAME in the source tree')
+    bench.add_argument('name', choices=MEASUREMENTS, metavar='NAME', help=', '.join(MEASUREMENTS))
+    bench.add_argument('flags', nargs=argparse.REMAINDER, metavar='...', help='flags of the measurement')
+    bench.set_defaults(run=run_bench)
     exercises.add_commands(commands.add_parser('exercises', help='ops and kernels to complete, with their gradient checks'))
     export.add_commands(commands.add_parser('export', help='write a checkpoint in the format of another program'))
     version = commands.add_parser('version', help='print the versions of pyops, of its kernel header and of Python')
@@ -80,11 +100,17 @@ def parser():
     return p
 
 
+def run_bench(options):
+    if not (Path(__file__).parents[1] / 'bench' / f'{options.name}.py').exists():
+        raise UserError('bench: measurements are no part of an installed package; run them in a copy of the source tree')
+    run_module(f'bench.{options.name}', options.flags)
+
+
 def parsers_of_programs():
     """Return {command: ArgumentParser} of the commands that run a module: 'train mnist', ..., 'data'."""
     from importlib import import_module
-    found = {f'{name} {package}': import_module(programs.module(f'{package}.{name}')).parser()
-             for name, (_, packages) in PROGRAMS.items() for package in packages}
+    found = {f'{command} {package}': import_module(programs.module(f'{package}.{program.name}')).parser()
+             for command, program in PROGRAMS.items() for package in program.packages}
     return found | {'data': import_module('pyops.data.__main__').parser()}
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 
-from pyops import COMPUTE_TYPES, CPU_PRECISIONS, PRECISIONS, __version__
+from pyops import COMPUTE_TYPES, CPU_PRECISIONS, PRECISIONS, __version__, examples
 from pyops.environment import backend_name
 from pyops.errors import UserError
 from pyops.programs import command as module_command
@@ -24,11 +24,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
     others = None           # the name in the namespace for the list of unknown arguments; None: they are an error
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, docstring=None, **kwargs):
+        """docstring: of the module, with examples for --help; pyops/examples.py has those of the commands of pyops."""
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.docstring = docstring
         # So that `-l -1e-3` is a flag with a bad value and not two flags; argparse itself knows only -1 and -1.5.
         self._negative_number_matcher = re.compile(r'-(\d|\.\d|inf|nan)')
         self.add_argument('--version', action='version', version=f'pyops {__version__}', help='print the version and exit')
+
+    def format_help(self):
+        return super().format_help() + examples.shown(self.prog, self.docstring)
 
     def parse_known_args(self, args=None, namespace=None):
         """Like argparse's, but unknown arguments are an error here: a subcommand reports them under its own name."""

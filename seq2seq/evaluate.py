@@ -10,7 +10,7 @@ PROGRAM = 'seq2seq.evaluate'
 
 
 def parser():
-    return evaluation_parser(PROGRAM)
+    return evaluation_parser(PROGRAM, __doc__)
 
 
 def main(argv=None):

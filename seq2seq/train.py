@@ -23,7 +23,7 @@ RECIPES = {'minutes-60': '--precision bf16 --hold-out 0.02 --tokenizer bpe --voc
 
 def parser():
     p = flags.parser(PROGRAM, 'Train a deep GRU that translates English to French.', DEFAULTS, 50, 'between the GRU layers',
-                     RECIPES)
+                     RECIPES, docstring=__doc__)
     model = p.group('model')
     add_setting(model, DEFAULTS, '--embedding', type=int_up_to(65536), help='size of a word embedding')
     add_setting(model, DEFAULTS, '--hidden', type=int_up_to(65536), help='size of a hidden state')

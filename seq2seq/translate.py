@@ -13,7 +13,7 @@ PROGRAM = 'seq2seq.translate'
 
 
 def parser():
-    return serving_parser(PROGRAM)
+    return serving_parser(PROGRAM, __doc__)
 
 
 def main(argv=None):

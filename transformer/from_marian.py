@@ -37,7 +37,8 @@ OF_MARIAN = {'type': ('transformer', ''), 'tied-embeddings-all': ('true', 'false
 
 
 def parser():
-    p = ArgumentParser(prog=programs.command(PROGRAM), description='Convert a translation model of Marian to a checkpoint.')
+    p = ArgumentParser(prog=programs.command(PROGRAM), docstring=__doc__,
+                       description='Convert a translation model of Marian to a checkpoint.')
     group = p.group('conversion')
     group.add_argument('folder', help='the folder with the files of the model')
     group.add_argument('-o', '--output', type=output_file, required=True, metavar='FILE',

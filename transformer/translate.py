@@ -13,7 +13,7 @@ PROGRAM = 'transformer.translate'
 
 
 def parser():
-    return serving_parser(PROGRAM)
+    return serving_parser(PROGRAM, __doc__)
 
 
 def main(argv=None):

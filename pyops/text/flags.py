@@ -43,12 +43,13 @@ NOTHING = 'none'                                                # --exclude
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
 
 
-def parser(program, description, defaults, epochs, dropped, recipes, presets=None):
+def parser(program, description, defaults, epochs, dropped, recipes, presets=None, docstring=None):
     """Return the parser of a training program without the flags of its model; use it with `parse_training`.
 
-    defaults: the program's settings;  epochs: default of -e;  dropped: where dropout is applied, for --help
+    defaults: the program's settings;  epochs: default of -e;  dropped: where dropout is applied, for --help;  docstring: of the
+    program, with its examples
     """
-    p = ArgumentParser(prog=programs.command(program), description=description)
+    p = ArgumentParser(prog=programs.command(program), description=description, docstring=docstring)
     training, checkpoints, data = map(p.group, ('training', 'checkpoints', 'data'))
     training.add_argument('-e', '--epochs', type=non_negative_int, default=epochs, metavar='N',
                           help='train until N epochs are done; 0 serves a checkpoint (default %(default)s)')
@@ -159,9 +160,10 @@ def defaults_of(args, found, defaults):
     return defaults | (DEFAULTS_OF_BPE if tokenizer == 'bpe' else {})
 
 
-def serving_parser(program):
+def serving_parser(program, docstring=None):
     """Return the parser of a program that translates with a checkpoint; use it with `parse_serving`."""
-    p = ArgumentParser(prog=programs.command(program), description='Translate English to French with a checkpoint.')
+    p = ArgumentParser(prog=programs.command(program), description='Translate English to French with a checkpoint.',
+                       docstring=docstring)
     group = p.group('translation')
     group.add_argument('sentence', nargs='*', help='a sentence to translate; -: standard input (default)')
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
@@ -193,9 +195,9 @@ def serving_parser(program):
     return p
 
 
-def evaluation_parser(program):
+def evaluation_parser(program, docstring=None):
     """Return the parser of a program that evaluates a checkpoint; use it with `parse_evaluation`."""
-    p = ArgumentParser(prog=programs.command(program),
+    p = ArgumentParser(prog=programs.command(program), docstring=docstring,
                        description='Score the translations of held-out sentences or of a test set: BLEU, chrF.')
     group = p.group('evaluation')
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',

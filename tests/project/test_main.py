@@ -1,5 +1,7 @@
 """`python -m pyops`: the doctor, and the programs that it starts."""
+import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -11,10 +13,13 @@ import sys
 import pytest
 from conftest import ROOT
 
-from pyops import PRECISIONS, __version__, doctor
+from pyops import PRECISIONS, __version__, doctor, examples
+from pyops import __main__ as command_line
 from pyops.__main__ import PROGRAMS, main
 from pyops.backend.library import ABI_VERSION
 from pyops.data import locate
+from pyops.distributed import __main__ as distributed
+from pyops.errors import UserError
 from pyops.ops import elementwise
 
 
@@ -121,16 +126,20 @@ def test_the_shell_completes_commands_programs_flags_and_values(shell, start, pr
 
 def test_it_starts_every_program_with_its_flags(capsys, monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['pyops'])          # its arguments are changed
-    for name, (_, packages) in PROGRAMS.items():
-        for package in packages:
+    for name, program in PROGRAMS.items():
+        for package in program.packages:
             with pytest.raises(SystemExit) as left:
                 main([name, package, '--help'])
-            assert left.value.code == 0 and f'usage: python -m {package}.{name} ' in capsys.readouterr().out
-    assert {path.parent.name for path in ROOT.glob('*/train.py')} - {'bench'} == set(PROGRAMS['train'][1])
+            assert left.value.code == 0 and f'usage: python -m {package}.{program.name} ' in capsys.readouterr().out
+    assert {path.parent.name for path in ROOT.glob('*/train.py')} - {'bench'} == set(PROGRAMS['train'].packages)
 
 
 @pytest.mark.parametrize('arguments, status, text', [
     (['data', 'list'], 0, 'fra-eng: '),
+    (['plan', 'mnist', '--embedded'], 0, 'saved by reuse'),
+    (['plan', 'mnist', '--dot'], 2, 'mnist.train: error: --dot: expected one argument'),
+    (['bench', 'table', '--check'], 2, "pyops bench: error: NAME: invalid choice: 'table' (choose from "),
+    (['bench', 'floor', '--share', 'x'], 2, 'bench.floor: error: --share: expected a number'),
     (['data', 'get', 'nothing'], 2, 'pyops.data: error: data set nothing: no such data set'),
     (['train', 'mnist', '-e', 'many'], 2, 'mnist.train: error: -e/--epochs: expected a whole number >= 0, got many'),
     (['train', 'nothing'], 2, "pyops train: error: PROGRAM: invalid choice: 'nothing' (choose from "),
@@ -139,3 +148,43 @@ def test_errors_are_those_of_the_program(arguments, status, text):
     done = outcome(*arguments)
     assert done.returncode == status and text in done.stdout + done.stderr
     assert status == 0 or (not done.stdout and done.stderr.count('\n') == 1)
+
+
+def test_an_installed_package_has_no_measurements(monkeypatch, tmp_path):
+    monkeypatch.setattr(command_line, '__file__', str(tmp_path / 'pyops/__main__.py'))
+    with pytest.raises(UserError, match=r'^bench: measurements are no part of an installed package; run them in a copy of the'):
+        command_line.run(['bench', 'kernels'])
+
+
+# ---- examples of --help ----------------------------------------------------------------------------------------------
+
+def leaves(parser):
+    """Yield each parser without subcommands."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield parser
+    for action in below:
+        for command in action.choices.values():
+            yield from leaves(command)
+
+
+def test_every_command_shows_examples_that_it_accepts():
+    from mnist import resnet  # not at the top: another test runs the programs as modules
+    from transformer import from_marian
+    known = set()
+    parsers = [command_line.parser(), *command_line.parsers_of_programs().values(), distributed.parser(), resnet.parser(),
+               from_marian.parser()]
+    for parser in itertools.chain.from_iterable(map(leaves, parsers)):
+        if parser.prog.endswith('pyops data'):              # it has commands of its own
+            continue
+        shown = parser.format_help().partition('\nexamples:\n')[2]
+        found = examples.of(parser.prog, parser.docstring)
+        assert found and shown.count('\n') == len(found), parser.prog
+        known.add(parser.prog.split('pyops', 1)[-1].lstrip(' .'))
+        for arguments, _ in found:
+            assert f'  {parser.prog} {arguments}'.rstrip() in shown
+            words = shlex.split(arguments.partition('<')[0])
+            options = parser.parse_args(words)              # exits if it does not accept them
+            if getattr(options, 'program', None) in ('mnist', 'seq2seq', 'transformer'):
+                command_line.parsers_of_programs()[f'{parser.prog.split()[-1]} {options.program}'].parse_args(options.flags)
+    assert set(examples.COMMANDS) <= known                  # none of a command that is gone
