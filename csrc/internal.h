@@ -60,6 +60,8 @@ typedef struct {
     ROW(void,   silu_back,    (float *dx, const float *dy, const float *x, int64_t n)) \
     ROW(void,   gelu,         (float *y, const float *x, int64_t n)) \
     ROW(void,   gelu_back,    (float *dx, const float *dy, const float *x, int64_t n)) \
+    ROW(void,   gelu_tanh,    (float *y, const float *x, int64_t n)) \
+    ROW(void,   gelu_tanh_back, (float *dx, const float *dy, const float *x, int64_t n)) \
     ROW(void,   from_bytes,   (float *y, const uint8_t *x, float scale, int64_t n)) \
     ROW(int32_t, pixels_find, (uint16_t *indices, const uint8_t *x, int64_t I)) \
     ROW(void,   pixels_pack,  (float *packed, const float *w, int64_t n, int64_t step, int64_t readable)) \

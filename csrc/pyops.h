@@ -146,7 +146,9 @@ PYOPS_API pyops_status pyops_gemm_bf16(
  * silu         y[i] = x[i] s,  s = 1 / (1 + e^-x[i]);        backward dx[i] = dy[i] s (1 + x[i] (1 - s))
  * gelu         y[i] = x[i] P(x[i]);                          backward dx[i] = dy[i] (P(x[i]) + x[i] P'(x[i]))
  *              P(x) = (1 + erf(x / sqrt(2))) / 2, the normal distribution function
- * y may be x, and dx may be dy, in scale, relu, silu and gelu.
+ * gelu_tanh    y[i] = x[i] s(v(x[i]));                       backward dx[i] = dy[i] s (1 + x[i] (1 - s) v'(x[i]))
+ *              s = 1 / (1 + e^-v),  v(x) = sqrt(8 / pi) (x + 0.044715 x^3): x (1 + tanh(v / 2)) / 2
+ * y may be x, and dx may be dy, in scale, relu, silu, gelu and gelu_tanh.
  */
 PYOPS_API pyops_status pyops_convert(
     pyops_real *y, const pyops_real *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream);
@@ -163,6 +165,9 @@ PYOPS_API pyops_status pyops_silu_forward(pyops_real *y, const pyops_real *x, in
 PYOPS_API pyops_status pyops_silu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_gelu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_gelu_tanh_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_gelu_tanh_backward(
+    pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
 
 /* ---- strided arrays: element by element, copies, reductions -----------------------------------------
  * A view is a pointer to its first element, a shape, and a stride for each axis, in elements.

@@ -1,4 +1,5 @@
-/* small.c - fill, axpy, scale, column sums, argmax, counters, relu, silu, gelu, concatenation with a context, positions.
+/* small.c - fill, axpy, scale, column sums, argmax, counters, relu, silu, gelu in two forms, concatenation with a
+ * context, positions.
  *
  * All are memory-bound.  Threads share fixed chunks or columns, so the order of a sum never depends on their number.
  */
@@ -135,6 +136,16 @@ pyops_status pyops_gelu_forward(float *y, const float *x, int64_t n, void *strea
 pyops_status pyops_gelu_backward(float *dx, const float *dy, const float *x, int64_t n, void *stream) {
     (void)stream;
     return backward("gelu", pyops_active()->gelu_back, dx, dy, x, n);
+}
+
+pyops_status pyops_gelu_tanh_forward(float *y, const float *x, int64_t n, void *stream) {
+    (void)stream;
+    return forward("gelu_tanh", pyops_active()->gelu_tanh, y, x, n);
+}
+
+pyops_status pyops_gelu_tanh_backward(float *dx, const float *dy, const float *x, int64_t n, void *stream) {
+    (void)stream;
+    return backward("gelu_tanh", pyops_active()->gelu_tanh_back, dx, dy, x, n);
 }
 
 pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context, int64_t T, int64_t B, int64_t E,

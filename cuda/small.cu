@@ -1,5 +1,5 @@
-// small.cu - fill, axpy, scale, column sums, argmax, counters, relu, silu, gelu, concatenation with a context, positions, the
-// log of steps.
+// small.cu - fill, axpy, scale, column sums, argmax, counters, relu, silu, gelu in two forms, concatenation with a
+// context, positions, the log of steps.
 //
 // All are bound by memory bandwidth.  Flat arrays use flat.cuh, column sums reduce.cuh.  In the other kernels a thread takes
 // four adjacent floats, or one, at a time, and accesses of a warp are coalesced.
@@ -87,6 +87,25 @@ struct GeluBackward {
         dx[0] = in[0] * (normal_cdf(x) + x * density);
     }
 };
+
+// Twice the argument of the tanh: sqrt(8 / pi) (x + 0.044715 x^3).  The sigmoid is 0 or 1 where the square is cut.
+DEVICE float cut_square(float x) { return fminf(x * x, 400.0f); }
+DEVICE float gelu_twice(float x) { return x * (1.5957691f + 0.07135482f * cut_square(x)); }
+
+struct GeluTanh {
+    static constexpr int INPUTS = 1, OUTPUTS = 1;
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] * sigmoid(gelu_twice(x[0])); }
+};
+
+struct GeluTanhBackward {
+    static constexpr int INPUTS = 2, OUTPUTS = 1; // dy, x -> dx
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&in)[2], float (&dx)[1]) const {
+        const float x = in[1], v = gelu_twice(x), s = sigmoid(v), slope = 1.5957691f + 0.21406445f * cut_square(x);
+        dx[0] = in[0] * (s + x * (s * sigmoid(-v)) * slope); // 1 - s would cancel
+    }
+};
 }
 
 // Launch F on arrays of either type.
@@ -153,6 +172,17 @@ extern "C" pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy
                                             void *stream) {
     PYOPS_REQUIRE(n >= 0, "gelu_backward: n=%lld, expected at least 0", LL(n));
     return flat_call("gelu_backward", GeluBackward{}, {dy, x}, {dx}, n, stream);
+}
+
+extern "C" pyops_status pyops_gelu_tanh_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "gelu_tanh_forward: n=%lld, expected at least 0", LL(n));
+    return flat_call("gelu_tanh_forward", GeluTanh{}, {x}, {y}, n, stream);
+}
+
+extern "C" pyops_status pyops_gelu_tanh_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n,
+                                                 void *stream) {
+    PYOPS_REQUIRE(n >= 0, "gelu_tanh_backward: n=%lld, expected at least 0", LL(n));
+    return flat_call("gelu_tanh_backward", GeluTanhBackward{}, {dy, x}, {dx}, n, stream);
 }
 
 extern "C" pyops_status pyops_add_positions_backward(pyops_real *dx, const pyops_real *dy, int64_t n, float scale,

@@ -32,6 +32,7 @@ from pyops.ops import (
     Dropout,
     Embedding,
     FeedForward,
+    GELUTanh,
     LayerNorm,
     Linear,
     LinearCrossEntropy,
@@ -128,12 +129,9 @@ def softplus(x: Numbers, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
 
 def gelu(x: Numbers, approximate: str = 'none') -> Tensor:
     """Return x (1 + erf(x / sqrt(2))) / 2, elementwise; with approximate='tanh' PyTorch's formula with tanh."""
-    x = tensor(x)
-    if approximate == 'tanh':
-        return x * (tanh((x + x * x * x * 0.044715) * (2 / math.pi) ** 0.5) + 1) * 0.5
-    if approximate != 'none':
+    if approximate not in ('none', 'tanh'):
         raise ValueError(f"gelu: approximate: expected 'none' or 'tanh', got {approximate!r}")
-    return apply(GELU, x)
+    return apply(GELU if approximate == 'none' else GELUTanh, tensor(x))
 
 
 def sin(x: Numbers) -> Tensor:

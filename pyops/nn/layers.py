@@ -128,23 +128,17 @@ class SiLU(_Activation):
         return ops.SiLU, {}, {'name': self._path or 'silu'}
 
 
-class GELU(KernelLayer):
+class GELU(_Activation):
     """y = x (1 + erf(x / sqrt(2))) / 2; with approximate='tanh' y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
 
     def __init__(self, approximate: str = 'none') -> None:
+        if approximate not in ('none', 'tanh'):
+            raise ValueError(f"GELU: approximate: expected 'none' or 'tanh', got {approximate!r}")
         self.approximate = approximate
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
-        return ops.GELU, {}, {'name': self._path or 'gelu'}
-
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        return super().forward_tensors(x) if self.approximate == 'none' else F.gelu(x, self.approximate)
-
-    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
-        return super().forward_arrays(x) if self.approximate == 'none' else Layer.forward_arrays(self, x)
-
-    def backward(self, dy: Array, ctx: Any) -> Array:
-        return super().backward(dy, ctx) if self.approximate == 'none' else Layer.backward(self, dy, ctx)
+        op = ops.GELU if self.approximate == 'none' else ops.GELUTanh
+        return op, {}, {'name': self._path or op.kernel}
 
     def settings(self) -> str:
         return '' if self.approximate == 'none' else f'approximate={self.approximate!r}'

@@ -12,7 +12,7 @@ All Python code of an op is in one file:
                             Returns the gradients of the inputs and {parameter: gradient}; ctx and `parameters` hold Tensors
     declare(...)            the costs of its kernels (pyops/backend/kernels.py)
 """
-from pyops.ops.activation import GELU, SiLU
+from pyops.ops.activation import GELU, GELUTanh, SiLU
 from pyops.ops.attention import Attention, sequence_lengths
 from pyops.ops.batch_norm import BatchNorm
 from pyops.ops.convolution import Conv2d, Conv2dFilters, Conv2dTransposed
@@ -38,5 +38,5 @@ from pyops.ops.rnn import LSTM, RNN
 
 __all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'Attention', 'AvgPool2d', 'BatchNorm', 'ConcatContext', 'Conv2d', 'Conv2dFilters',
            'Conv2dTransposed', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU', 'EmbeddingPositions', 'FeedForward',
-           'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'MaxPool2d', 'PixelLinear', 'Positions', 'ReLU',
-           'Residual', 'ResidualNorm', 'SiLU', 'sequence_lengths']
+           'GELUTanh', 'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'MaxPool2d', 'PixelLinear', 'Positions',
+           'ReLU', 'Residual', 'ResidualNorm', 'SiLU', 'sequence_lengths']

@@ -1,4 +1,4 @@
-"""SiLU and GELU: smooth alternatives to the ReLU."""
+"""SiLU, and GELU in its exact form and with tanh: smooth alternatives to the ReLU."""
 from __future__ import annotations
 
 import math
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Activation:
-    """Base of the two.  kernel: the kernels are <kernel>_forward and <kernel>_backward."""
+    """Base of the three.  kernel: the kernels are <kernel>_forward and <kernel>_backward."""
     kernel: str
 
     class Ctx(NamedTuple):
@@ -79,4 +79,28 @@ class GELU(_Activation):
         return x * np.vectorize(lambda t: math.erfc(-t / math.sqrt(2)) / 2, otypes=[float])(x)
 
 
-declare(silu_forward=Kernel(), silu_backward=Kernel(), gelu_forward=Kernel(), gelu_backward=Kernel())
+class GELUTanh(_Activation):
+    """GELU with an approximation of the normal distribution function, which GPT-2 was trained with.
+
+    Shapes   x, y, dy, dx (...)
+    Forward  y[i] = x[i] s(v),  s(v) = 1 / (1 + e^-v),  v = sqrt(8 / pi) (x[i] + 0.044715 x[i]^3)
+    Backward dx[i] = dy[i] (s + x[i] s (1 - s) v'),  v' = sqrt(8 / pi) (1 + 0.134145 x[i]^2)
+    Saves    x
+    Errors   TypeError and ValueError naming the argument
+    Notes    the same as x (1 + tanh(v / 2)) / 2, the usual way of writing it
+    Source   Hendrycks and Gimpel 2016, arXiv:1606.08415
+    """
+    kernel = 'gelu_tanh'
+
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
+        x, scale = ctx.x, math.sqrt(8 / math.pi)
+        s = ((x + x * x * x * 0.044715) * scale).sigmoid()
+        return (dy * (s + x * s * (1 - s) * (x * x * 0.134145 + 1) * scale),), {}
+
+    @staticmethod
+    def reference(x: np.ndarray) -> np.ndarray:
+        return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))) / 2
+
+
+declare(silu_forward=Kernel(), silu_backward=Kernel(), gelu_forward=Kernel(), gelu_backward=Kernel(),
+        gelu_tanh_forward=Kernel(), gelu_tanh_backward=Kernel())

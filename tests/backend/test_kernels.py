@@ -2,6 +2,7 @@
 
 Runs once for each instruction set and on the emulation of a GPU, as the op table does.
 """
+import functools
 import itertools
 import os
 import re
@@ -623,11 +624,12 @@ def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
 def test_silu_gelu_and_their_derivatives_are_good_to_a_few_units_in_the_last_place_of_x(torch):
     x = np.concatenate([np.linspace(-30, 30, 40001), np.geomspace(1e-30, 1e30, 500), -np.geomspace(1e-30, 1e30, 500)])
     x, exact = x.astype('f'), torch.tensor(x.astype('f').astype('d'), requires_grad=True)
-    for name in ('silu', 'gelu'):
+    for name, function in (('silu', torch.nn.functional.silu), ('gelu', torch.nn.functional.gelu),
+                           ('gelu_tanh', functools.partial(torch.nn.functional.gelu, approximate='tanh'))):
         y, dx = np.empty_like(x), np.empty_like(x)
         launch(f'{name}_forward', y, x, x.size)
         launch(f'{name}_backward', dx, np.ones_like(x), x, x.size)
-        want = getattr(torch.nn.functional, name)(exact)
+        want = function(exact)
         derivative, = torch.autograd.grad(want.sum(), exact)
         want, derivative = want.detach().numpy(), derivative.numpy()
         near_0 = np.minimum(np.abs(x), 1 + np.abs(want))        # of a large negative x only an absolute error matters

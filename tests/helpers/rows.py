@@ -31,6 +31,7 @@ from pyops.ops import (
     EmbeddingGRU,
     EmbeddingPositions,
     FeedForward,
+    GELUTanh,
     LayerNorm,
     Linear,
     LinearCrossEntropy,
@@ -364,14 +365,14 @@ class ActivationRow:
     sizes = ((1,), (2, 3), (5, 17), (40, 1001))
     large = (300, 1001)
 
-    def __init__(self, op):
-        self.name, self.op = op.kernel, op
+    def __init__(self, op, theirs=None, **options):
+        self.name, self.op, self.theirs, self.options = op.kernel, op, theirs or op.kernel, options
 
     def build(self, size, rng):
         return Built(self.op, dict(x=normal(rng, *size, scale=3.0)), {})
 
     def torch(self, torch, x):
-        return getattr(torch.nn.functional, self.name)(x)
+        return getattr(torch.nn.functional, self.theirs)(x, **self.options)
 
 
 class EmbeddingRow:
@@ -914,8 +915,9 @@ class InProductsRow:
 
 
 TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), ActivationRow(SiLU), ActivationRow(GELU),
-         EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(), EmbeddingPositionsRow(False), EmbeddingPositionsRow(True),
-         ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
+         ActivationRow(GELUTanh, 'gelu', approximate='tanh'), EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(),
+         EmbeddingPositionsRow(False), EmbeddingPositionsRow(True), ConcatContextRow(), CrossEntropyRow(),
+         LinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),
          AttentionOfColumnsRow(), AttentionOfColumnsRow(causal=True, p=0.3, lengths='any'),

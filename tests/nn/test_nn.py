@@ -954,7 +954,7 @@ def test_other_errors_name_what_is_wrong():
             (lambda: nn.GroupNorm(4, 6), ValueError, 'GroupNorm: num_groups: expected a divisor of 6 channels, got 4'),
             (lambda: nn.GroupNorm(2, 6)(normal(3, 5, 2)), ValueError, r'x: expected shape \(N, 6, ...\), got \(3, 5, 2\)'),
             (lambda: nn.LayerNorm((4, 9))(normal(3, 9)), ValueError, r'x: expected shape \(..., 4, 9\), got \(3, 9\)'),
-            (lambda: nn.GELU('erf')(normal(3)), ValueError, "gelu: approximate: expected 'none' or 'tanh', got 'erf'"),
+            (lambda: nn.GELU('erf'), ValueError, "GELU: approximate: expected 'none' or 'tanh', got 'erf'"),
             (lambda: F.cross_entropy(normal(4, 3), LABELS, normal(3)), TypeError, 'ignore_index: expected a whole number'),
             (lambda: F.cross_entropy(normal(4, 3), LABELS, reduction='max'), ValueError, "reduction: expected 'mean', 'sum'"),
             (lambda: nn.CrossEntropyLoss(label_smoothing=2)(normal(4, 3), LABELS), ValueError, 'label_smoothing: expected 0'),

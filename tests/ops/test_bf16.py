@@ -19,6 +19,7 @@ from pyops.ops import (
     Embedding,
     EmbeddingPositions,
     FeedForward,
+    GELUTanh,
     LayerNorm,
     Linear,
     LinearCrossEntropy,
@@ -178,7 +179,7 @@ def test_elementwise_ops_round_their_results_once(shape, on_gpu):
     compare(forward_and_backward(lambda: Dropout(0.3, 5), [], [x, step], lambda _: dy), ['y', 'dx'])
     compare(forward_and_backward(lambda: Residual(0.3, 5), [], [x, branch, step], lambda _: dy), ['y', 'dx', 'dbranch'])
     compare(forward_and_backward(Residual, [], [x, branch], lambda _: dy), ['y', 'dx', 'dbranch'])
-    for activation in (ReLU, SiLU, GELU):
+    for activation in (ReLU, SiLU, GELU, GELUTanh):
         compare(forward_and_backward(activation, [], [x], lambda _: dy), ['y', 'dx'])
     if len(shape) == 3:
         compare(forward_and_backward(lambda: Positions(shape[2], 9, 3.0), [], [x], lambda _: dy), ['y', 'dx'])
