@@ -160,10 +160,8 @@ pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales
     return PYOPS_OK;
 }
 
-pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream) {
-    (void)stream;
-    const pyops_status status = check_target(n, target);
-    if (status) return status;
+/* The largest |x|, as bits. */
+static uint32_t amax_of(const float *x, int64_t n) {
     const pyops_kernels *k = pyops_active();
     uint32_t amax = 0;
     #pragma omp parallel for schedule(static) reduction(max : amax) if (n > PYOPS_SHARE_FLOATS)
@@ -171,6 +169,30 @@ pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float t
         const uint32_t some = k->amax(x + i, pyops_min(CHUNK, n - i));
         amax = some > amax ? some : amax;
     }
-    factor[0] = target_factor(amax, target);
+    return amax;
+}
+
+pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream) {
+    (void)stream;
+    const pyops_status status = check_target("amax_factor", n, target);
+    if (status) return status;
+    factor[0] = target_factor(amax_of(x, n), target);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_delayed_factor(float *factor, float *amax, const float *history, const float *x, int64_t n, int64_t length,
+                                  float target, void *stream) {
+    (void)stream;
+    const pyops_status status = check_delayed(n, length, target);
+    if (status) return status;
+    factor[0] = delayed_factor(amax, amax_of(history, length), amax_of(x, n), target);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_advance_amax(float *history, float *amax, int64_t rows, int64_t length, void *stream) {
+    (void)stream;
+    const pyops_status status = check_advance(rows, length);
+    if (status) return status;
+    for (int64_t row = 0; row < rows; row++) advance_amax(history + row * length, amax + row, length);
     return PYOPS_OK;
 }

@@ -893,6 +893,10 @@ PYOPS_API pyops_status pyops_decaying_rate(
  *                for a block with an infinity or NaN: all of it decodes to NaN;  a NaN that the format cannot store becomes 0
  * decode         y from codes and scales.   In fake_quantize y may be x.
  * amax_factor    factor[0] = target / max |x|;  1 if that is not a finite number above 0
+ * delayed_factor factor[0] = target / max of history (length), max |x| instead if that is 0;  1 as above.   amax[0] = max(amax[0],
+ *                max |x|) if max |x| is finite.   history: the amax of past steps, 0 for none;  amax: of this step so far
+ * advance_amax   at the end of a step, for each row r of history (rows,length): history[r,i] = history[r,i-1], history[r,0] =
+ *                amax[r], amax[r] = 0.   amax (rows)
  * factor (1) or NULL: x is multiplied by it first, and y divided by it.   step (1) int64: read only for stochastic rounding,
  * which adds bits of word (i mod 4) of Philox4x32-10(counter, key) to the discarded bits; counter = (i / 4, step[0]) as in
  * pyops_dropout, i is the index of the number in x.
@@ -931,6 +935,9 @@ PYOPS_API pyops_status pyops_decode(
     float *y, const uint16_t *codes, const uint8_t *scales, const float *factor,
     int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream);
 PYOPS_API pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream);
+PYOPS_API pyops_status pyops_delayed_factor(
+    float *factor, float *amax, const float *history, const float *x, int64_t n, int64_t length, float target, void *stream);
+PYOPS_API pyops_status pyops_advance_amax(float *history, float *amax, int64_t rows, int64_t length, void *stream);
 
 /* ---- number formats with a float as the scale of each block, in one or two dimensions ----
  * x, y and codes are (outer,rows,columns) in blocks of block_rows by block_columns, which may be smaller at the edges.

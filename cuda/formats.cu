@@ -234,22 +234,74 @@ static __global__ void __launch_bounds__(THREADS) find_amax(uint32_t *largest, c
     largest[blockIdx.x] = amax;
 }
 
+// The maximum of n words, in all lanes of a warp.
+DEVICE uint32_t largest_of(const uint32_t *words, int64_t n) {
+    uint32_t found = 0;
+    for (int64_t i = threadIdx.x; i < n; i += 32) found = max(found, words[i]);
+    for (int step = 16; step; step >>= 1) found = max(found, __shfl_xor_sync(ALL_LANES, found, step));
+    return found;
+}
+
 static __global__ void factor_of(float *factor, const uint32_t *largest, unsigned count, float target) {
-    uint32_t amax = 0;
-    for (unsigned i = threadIdx.x; i < count; i += 32) amax = max(amax, largest[i]);
-    for (int step = 16; step; step >>= 1) amax = max(amax, __shfl_xor_sync(ALL_LANES, amax, step));
+    const uint32_t amax = largest_of(largest, count);
     if (threadIdx.x == 0) factor[0] = target_factor(amax, target);
+}
+
+// The numbers of a history are not negative, so their bits have the same order.
+static __global__ void delayed_factor_of(float *factor, float *amax, const uint32_t *history, int64_t length,
+                                         const uint32_t *largest, unsigned count, float target) {
+    const uint32_t past = largest_of(history, length), now = largest_of(largest, count);
+    if (threadIdx.x == 0) factor[0] = delayed_factor(amax, past, now, target);
+}
+
+static __global__ void __launch_bounds__(THREADS) advance_rows(float *history, float *amax, int64_t rows, int64_t length) {
+    for (int64_t row = blockIdx.x * int64_t(THREADS) + threadIdx.x; row < rows; row += int64_t(gridDim.x) * THREADS)
+        advance_amax(history + row * length, amax + row, length);
+}
+
+// Launch find_amax.  *largest: its results, *count of them; NULL without memory for them.
+static cudaError_t find_amax_of(const float *x, int64_t n, uint32_t **largest, unsigned *count, void *stream) {
+    *count = n ? grid_for(n, THREADS) : 1;
+    *largest = static_cast<uint32_t *>(pyops_workspace(*count * sizeof(uint32_t)));
+    if (!*largest) return cudaSuccess;
+    return LAUNCH(find_amax, *count, THREADS, 0, stream_of(stream), *largest, x, n);
+}
+
+static pyops_status no_memory(const char *who, unsigned count) {
+    return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld bytes", who, LL(count * sizeof(uint32_t)));
 }
 }
 
 extern "C" pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream) {
-    const pyops_status status = check_target(n, target);
+    const pyops_status status = check_target("amax_factor", n, target);
     if (status) return status;
-    const unsigned grid = n ? grid_for(n, THREADS) : 1;
-    uint32_t *largest = static_cast<uint32_t *>(pyops_workspace(grid * sizeof(uint32_t)));
-    if (!largest) return pyops_fail(PYOPS_NO_MEMORY, "amax_factor: no memory for %lld bytes", LL(grid * sizeof(uint32_t)));
+    uint32_t *largest;
+    unsigned count;
     Launches launches;
-    launches << LAUNCH(find_amax, grid, THREADS, 0, stream_of(stream), largest, x, n)
-             << LAUNCH(factor_of, 1, 32, 0, stream_of(stream), factor, largest, grid, target);
+    launches << find_amax_of(x, n, &largest, &count, stream);
+    if (!largest) return no_memory("amax_factor", count);
+    launches << LAUNCH(factor_of, 1, 32, 0, stream_of(stream), factor, largest, count, target);
     return pyops_launched("amax_factor", launches.error, stream);
+}
+
+extern "C" pyops_status pyops_delayed_factor(float *factor, float *amax, const float *history, const float *x, int64_t n,
+                                             int64_t length, float target, void *stream) {
+    const pyops_status status = check_delayed(n, length, target);
+    if (status) return status;
+    uint32_t *largest;
+    unsigned count;
+    Launches launches;
+    launches << find_amax_of(x, n, &largest, &count, stream);
+    if (!largest) return no_memory("delayed_factor", count);
+    launches << LAUNCH(delayed_factor_of, 1, 32, 0, stream_of(stream), factor, amax,
+                       reinterpret_cast<const uint32_t *>(history), length, largest, count, target);
+    return pyops_launched("delayed_factor", launches.error, stream);
+}
+
+extern "C" pyops_status pyops_advance_amax(float *history, float *amax, int64_t rows, int64_t length, void *stream) {
+    const pyops_status status = check_advance(rows, length);
+    if (status || rows == 0) return status;
+    return pyops_launched(
+        "advance_amax",
+        LAUNCH(advance_rows, grid_for(rows, THREADS), THREADS, 0, stream_of(stream), history, amax, rows, length), stream);
 }

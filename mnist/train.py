@@ -111,7 +111,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
         distributed.shard(model.params)
     optimizer = Adam(model.params, lr, max_norm=MAX_NORM)
     if layer_ops is not ops:
-        layer_ops.step = optimizer.count
+        layer_ops.attach(optimizer)
 
     def step(rows):
         loss = gradients(model, images, label_table, rows)
@@ -130,12 +130,13 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
 
 def gradients(model, images, label_table, rows, dloss=None):
     """Zero the gradients, add the gradients of a batch, and return its mean loss (1,).   dloss (1,): None for 1"""
-    from pyops import plan
+    from pyops import plan, quantization
     from pyops.data.batches import gather
     model.params.zero_grads()
-    loss, _, ctx = model.forward(images, rows, gather(label_table, rows, name='labels').reshape(-1))
-    plan.boundary()
-    model.backward(ctx, dloss)
+    with quantization.recording(model.config.ops):
+        loss, _, ctx = model.forward(images, rows, gather(label_table, rows, name='labels').reshape(-1))
+        plan.boundary()
+        model.backward(ctx, dloss)
     return loss
 
 

@@ -28,12 +28,14 @@ MOST_LINES = 4          # of a batch, on standard error
 class _Pieces(NamedTuple):
     """A plan divided at its update.  end: number of actions before it;  logs: the actions after it that log the step
     loss, norm: arrays of one element; norm is None if the step does not compute it
-    changed: the small inputs that the actions before the update change"""
+    changed: the small inputs that the actions before the update change
+    amax: of the operands in this step (pyops.quantization.AmaxHistories), one of `changed`; None without delayed scaling"""
     end: int
     logs: list[int]
     loss: Any
     norm: Any
     changed: list[Any]
+    amax: Any
 
 
 class FiniteSteps:
@@ -75,7 +77,8 @@ class FiniteSteps:
         for number in pieces.logs:
             plan.run(number, number + 1)
         for array, value in zip(pieces.changed, before, strict=True):
-            if not np.isfinite(backend.get(array)).all() and np.isfinite(value).all():
+            is_broken = not np.isfinite(backend.get(array)).all() and np.isfinite(value).all()
+            if is_broken or array is pieces.amax:
                 array[...] = value              # such as the statistics of a batch norm
 
     def _pieces_of(self, plan: Plan) -> _Pieces:
@@ -126,8 +129,8 @@ def divide(plan: Plan) -> _Pieces:
     log = plan.replayed[logs[0]]
     loss, norm = (plan.argument(log, name) for name in ('loss', 'norm'))
     written = {(t.base or t).name for action in plan.replayed[:ends[0]] for t in action.split()[1].values()}
-    changed = [array for name, array in plan.inputs.items() if name in written and array.nbytes <= SMALL]
-    return _Pieces(ends[0], logs, loss, norm if has_norm else None, changed)
+    changed = [array for name, array in plan.inputs.items() if name in written and (array.nbytes <= SMALL or name == 'amax')]
+    return _Pieces(ends[0], logs, loss, norm if has_norm else None, changed, plan.inputs.get('amax'))
 
 
 def first_not_finite(plan: Plan, end: int) -> str | tuple[int, Action, action_file.Memory]:

@@ -24,6 +24,9 @@ from pyops.steps import CutStep, CutSteps, SizedSteps, Steps
 from pyops.training import Interrupt, Metrics, Output, Progress
 
 
+AMAX = 'amax/'          # start of the names of amax histories in a checkpoint
+
+
 @dataclass
 class Run:
     """The state of a training run; with the parameters and Adam's moments, all that a bit-exact continuation needs."""
@@ -144,7 +147,7 @@ def _introduce(args, smaller, recorded, update=None, timeline=None):
 
 def _cut_step(args, step, params, rows, smaller, sizes, filled, inputs):
     """Return training_step(...) for a CutStep."""
-    steps = CutSteps(step, _replayed(args, step.gradients, params, sizes, filled, inputs), params)
+    steps = CutSteps(step, _replayed(args, step.gradients, params, sizes, filled, inputs), params, inputs.get('amax'))
     if not args.no_plan or plan_requested(args):
         update = steps.record_update(**inputs)
         if distributed.can_overlap() and not step.cut.fast:
@@ -574,7 +577,8 @@ class _Left(Exception):
 
 
 def tensors(params, optimizer=None, moments=None):
-    """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments and step count.
+    """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments, step count and
+    amax histories.
 
     If the optimizer averages the parameters, the average has their name, since it is used to serve; they are named `trained`.
     moments: the flat buffers of both moments, if ranks share them; None: those of the parameters
@@ -584,12 +588,19 @@ def tensors(params, optimizer=None, moments=None):
     if optimizer and optimizer.average is not None:
         groups |= dict(parameter=optimizer.average, trained=params.values)
     arrays = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
-    return arrays | ({'step': optimizer.count} if optimizer else {})
+    return arrays | ({'step': optimizer.count} | _histories(optimizer) if optimizer else {})
+
+
+def _histories(optimizer):
+    """Return {name in a checkpoint: amax history} of the operands with delayed scaling."""
+    found = {} if optimizer.histories is None else optimizer.histories.tensors()
+    return {f'{AMAX}{name}': history for name, history in found.items()}
 
 
 def restore(params, optimizer, arrays, path, left_out=()):
     """Copy the tensors of a checkpoint into the model.  optimizer=None: parameters only, for serving.
     left_out: names of parameters that are checked and not copied
+    An amax history that the checkpoint lacks, because it was trained with another recipe, begins empty, and a line reports that.
 
     Raises UserError naming the first tensor that is missing, unknown or of another shape.
     """
@@ -597,6 +608,14 @@ def restore(params, optimizer, arrays, path, left_out=()):
     places = tensors(params, optimizer, whole)
     if not optimizer:
         arrays = {name: tensor for name, tensor in arrays.items() if name.startswith('parameter/')}
+    else:                                       # the histories of another recipe
+        lacking = [name for name, place in places.items() if name.startswith(AMAX)
+                   and (name not in arrays or arrays[name].shape != place.shape)]
+        if lacking:
+            print(f'amax histories : {len(lacking)} of {len(_histories(optimizer))} operands have none in the checkpoint; they '
+                  'begin empty', flush=True)
+        places = {name: place for name, place in places.items() if name not in lacking}
+        arrays = {name: tensor for name, tensor in arrays.items() if name in places or not name.startswith(AMAX)}
     for name, place in places.items():
         if name not in arrays or arrays[name].shape != place.shape:
             got = arrays[name].shape if name in arrays else 'none'

@@ -40,6 +40,7 @@ _SCALE_FLOAT, _SCALE_E4M3 = 4, 5
 _MX = ('mxfp8', 'mxfp4', 'mxfp6', 'mxint8')                 # scales are powers of two
 _NVFP4_LARGEST = 448.0 * 6.0                    # the largest E4M3 scale times the largest E2M1
 HADAMARD_BLOCKS = (16, 32)
+DELAYED = 16                                    # length of an amax history, unless it is given
 
 # aliases of formats
 _ALIASES = {'hif8': 'hifp8', 'hifloat8': 'hifp8', 'bfloat16': 'bf16', 'float16': 'fp16', 'half': 'fp16', 'e4m3fn': 'e4m3',
@@ -133,6 +134,10 @@ def _target(value: Any) -> float:
     return number
 
 
+def _history_length(value: Any) -> int:
+    return DELAYED if value is True or value == 'true' else _whole(0, 4096)(value)
+
+
 # options of a format: name -> (default, function that converts a value or text)
 _Options: TypeAlias = 'dict[str, tuple[Any, Callable[[Any], Any]]]'
 _ON_NUMBERS: _Options = {'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'overflow': ('inf', _choice('inf', 'saturate'))}
@@ -141,7 +146,8 @@ _ON_BLOCKS: _Options = {
     'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'block': (32, _blocks()), 'shift': (0, _whole(-256, 256)),
     'flush_subnormal_blocks': (False, _flag),
 }
-_ON_SCALED: _Options = {'round': _ON_BLOCKS['round'], 'block': ('axis', _blocks('axis', 'row', 'column', 'tensor'))}
+_ON_SCALED: _Options = {'round': _ON_BLOCKS['round'], 'block': ('axis', _blocks('axis', 'row', 'column', 'tensor')),
+                        'delayed': (0, _history_length), 'margin': (0, _whole(-64, 64)), 'factor': (None, _target)}
 _OPTIONS: dict[str, _Options] = {
     'hifp8': _ON_NUMBERS | {'round': ('away', _choice(*_ROUNDINGS)), 'overflow': ('saturate', _ON_NUMBERS['overflow'][1]),
                             'amax_target': (None, _target)},
@@ -150,7 +156,7 @@ _OPTIONS: dict[str, _Options] = {
     'mxfp6': _ON_BLOCKS | {'elem': ('e3m2', _choice('e3m2', 'e2m3'))},
     'mxint8': {name: option for name, option in _ON_BLOCKS.items() if name != 'elem'},
     'nvfp4': {'round': _ON_BLOCKS['round'], 'block': (16, _blocks())},
-    'fp8': {'elem': _ON_BLOCKS['elem'], 'round': _ON_BLOCKS['round'], 'block': (128, _ON_SCALED['block'][1])},
+    'fp8': {'elem': _ON_BLOCKS['elem']} | _ON_SCALED | {'block': (128, _ON_SCALED['block'][1])},
     'int8': _ON_SCALED,
     'int4': _ON_SCALED,
     'bf16': _ON_NUMBERS,
@@ -198,7 +204,23 @@ class Format:
     @property
     def is_scaled(self) -> bool:
         """Whether blocks in one or two dimensions have a float as scale, which may be rounded to E4M3 or a power of two."""
-        return not self.is_block and (self.name in _MX or self.name in ('nvfp4', 'fp8', 'int8', 'int4'))
+        return not self.is_block and not self.has_factor and (
+            self.name in _MX or self.name in ('nvfp4', 'fp8', 'int8', 'int4'))
+
+    @property
+    def delayed(self) -> int:
+        """Number of past steps whose amax values determine the scale of the whole tensor; 0: the tensor itself does."""
+        return int(self.option('delayed') or 0)
+
+    @property
+    def target(self) -> float | None:
+        """The number to which a factor scales the amax of the tensor, or of past steps, before rounding; None without one."""
+        return self.max * 2.0 ** -self.option('margin') if self.delayed else self.option('amax_target')
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether the tensor is multiplied by one factor before rounding, and divided by it afterwards."""
+        return bool(self.delayed or self.option('amax_target') or self.option('factor'))
 
     @property
     def depends_on_axis(self) -> bool:
@@ -233,7 +255,7 @@ class Format:
     def scalars(self) -> tuple[int, int, int, bool, int, int, bool]:
         """Return block, format, rounding, saturate, rule, shift, flush: the arguments of pyops_fake_quantize."""
         return (self.block, _NUMBERS.index(self.element), _ROUNDINGS.index(self.option('round')),
-                self.is_block or self.option('overflow') == 'saturate', _RULES.index(self.option('scale') or 'floor'),
+                self.option('overflow') != 'inf', _RULES.index(self.option('scale') or 'floor'),
                 self.option('shift') or 0, bool(self.option('flush_subnormal_blocks')))
 
 
@@ -267,10 +289,36 @@ def of_scalars(block: int, number: int, rounding: int, saturate: bool, rule: int
                target: float | None = None) -> Format:
     """Return the Format with these `scalars`.  target: the amax_target option."""
     element, round = _NUMBERS[number], _ROUNDINGS[rounding]
+    if target and element != 'hifp8':
+        return of_delayed(number, rounding, target, 1)
     if block:
         return _mx(element, scale=_RULES[rule], round=round, block=block, shift=shift, flush_subnormal_blocks=flush)
     scaled = {} if target is None else {'amax_target': target}
     return parse(element, round=round, overflow='saturate' if saturate else 'inf', **scaled)
+
+
+def of_delayed(number: int, rounding: int, target: float, length: int) -> Format:
+    """Return the Format with delayed scaling of `pyops_delayed_factor` with this target and this length of the history."""
+    margin = round(math.log2(_LIMITS[_NUMBERS[number]].max / target))
+    return of_tensor(number, rounding, delayed=length, margin=margin)
+
+
+def of_factor(fmt: str | Format, amax: float) -> Format:
+    """Return the format with delayed scaling in a step whose history has this maximum, as a format with a fixed factor; fmt
+    itself if it is 0: then the amax of each tensor determines its factor."""
+    f = parse(fmt)
+    if not amax:
+        return f
+    with np.errstate(over='ignore'):
+        factor = np.float32(f.target) / np.float32(amax)
+    return parse(f, delayed=0, margin=0, factor=factor if 0 < factor < math.inf else 1.0)
+
+
+def of_tensor(number: int, rounding: int, **options: Any) -> Format:
+    """Return the format with one scale for the whole tensor that has this element."""
+    element = _NUMBERS[number]
+    name, elem = (element, {}) if element in ('int8', 'int4') else ('fp8', {'elem': element})
+    return parse(name, round=_ROUNDINGS[rounding], block='tensor', **elem, **options)
 
 
 def of_grid(grid: tuple[int, int, int, int, int], shape: Shape, number: int, rounding: int, rule: int, shift: int,
@@ -303,7 +351,10 @@ def _mx(element: str, **options: Any) -> Format:
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'{value:g}' if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        short = f'{value:g}'
+        return short if np.float32(short) == np.float32(value) else str(np.float32(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @functools.lru_cache(512)
@@ -330,8 +381,8 @@ def parse(fmt: str | Format, **options: Any) -> Format:
     name = _ALIASES.get(name.strip().lower(), name.strip().lower())
     if name not in _OPTIONS:
         raise FormatError(f'{name or "(nothing)"}: no such number format; {_nearest(name, FORMATS + MORE_FORMATS + ELEMENTS)}')
-    known, wanted = _OPTIONS[name], {}
-    for key, value in (given | options).items():
+    known, wanted, named = _OPTIONS[name], {}, given | options
+    for key, value in named.items():
         if key == 'saturate' and 'overflow' in known:           # an alias of overflow
             key, value = 'overflow', 'saturate' if _convert(name, key, _flag, value) else 'inf'
         if key not in known:
@@ -343,6 +394,17 @@ def parse(fmt: str | Format, **options: Any) -> Format:
     if 'signs' in wanted and 'hadamard' not in wanted:
         raise FormatError(f'{name}: signs={wanted["signs"]}: expected hadamard=16 or hadamard=32 with it, the transform that '
                           'uses the signs; add one or leave signs out')
+    if 'margin' in wanted and 'delayed' not in wanted:
+        raise FormatError(f'{name}: margin={wanted["margin"]}: expected delayed with it, the scaling that uses the margin; add '
+                          'delayed or leave margin out')
+    if 'delayed' in wanted or 'factor' in wanted:               # one scale for the whole tensor
+        if 'delayed' in wanted and 'factor' in wanted:
+            raise FormatError(f'{name}: delayed={wanted["delayed"]} and factor={_text(wanted["factor"])}: expected one of them')
+        block = wanted.get('block', known['block'][0])
+        if 'block' in named and block != 'tensor':
+            raise FormatError(f'{name}: block={block}: expected block=tensor, as the whole tensor has one scale with '
+                              f'{"delayed" if "delayed" in wanted else "factor"}; leave block out')
+        wanted['block'] = 'tensor'
     return Format(name, MappingProxyType({key: wanted[key] for key in known if key in wanted}))
 
 
@@ -369,13 +431,16 @@ class Codes(NamedTuple):
 
 
 def fake_quantize(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, name: str = 'fake_quantized',
-                  kind: str = 'intermediate', step: Array | None = None, seed: int = 0, **options: Any) -> Array:
+                  kind: str = 'intermediate', step: Array | None = None, seed: int = 0,
+                  history: tuple[Array, Array] | None = None, **options: Any) -> Array:
     """Round x to a number format.  Return a float32 array of x's shape, on x's device.
 
     x: float32, or anything numpy can convert to float32 (float64 is rounded twice).
     axis: direction of the blocks, the contraction axis of the product that reads x; ignored by formats without blocks.
     step (1,) int64 and seed: key of the random numbers for round=stochastic; default step: 0.
     name, kind: name and kind of the new array in a plan (backend.empty).
+    history: for delayed scaling, the amax of past steps (delayed,) and of this step so far (1,), on x's device; the second is
+    updated.  None: the amax of x determines its scale.
     FormatError for an unknown format or option; ValueError for an axis outside x.
     """
     f = parse(fmt, **options)
@@ -389,7 +454,7 @@ def fake_quantize(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, name
     if f.hadamard:                                  # the transform, the rounding and the inverse transform are in place
         _transform(y, values, layout, f)
         values = y
-    factor = _factor(values, f)
+    factor = _factor(values, f, history)
     if f.is_scaled:
         _launch_scaled(y, None, values, factor, f, axis, step, seed)
     else:
@@ -519,12 +584,21 @@ def _empty(x: Array, shape: Shape, dtype: Any, name: str, kind: str = 'intermedi
     return backend.device_of(x).empty(shape, dtype, name, kind)
 
 
-def _factor(x: Array, f: Format) -> Array | None:
-    target = _NVFP4_LARGEST if f.name == 'nvfp4' else f.option('amax_target')
-    if not target:
+def _factor(x: Array, f: Format, history: tuple[Array, Array] | None = None) -> Array | None:
+    target, fixed = _NVFP4_LARGEST if f.name == 'nvfp4' else f.target, f.option('factor')
+    if not target and not fixed:
         return None
     factor = _empty(x, (1,), np.float32, 'factor')
-    backend.launch('amax_factor', factor, x, x.size, target)
+    if fixed:
+        backend.launch('fill', factor, 1, fixed)
+    elif f.delayed and history is not None:
+        past, amax = history
+        if np.shape(past) != (f.delayed,) or np.shape(amax) != (1,):
+            raise ValueError(f'history: expected shapes ({f.delayed},) and (1,) for {f}, got {np.shape(past)} and '
+                             f'{np.shape(amax)}')
+        backend.launch('delayed_factor', factor, amax, past, x, x.size, f.delayed, target)
+    else:
+        backend.launch('amax_factor', factor, x, x.size, target)
     return factor
 
 
@@ -535,4 +609,5 @@ def _step(x: Array, f: Format, step: Array | None) -> Array | None:
 
 
 declare(fake_quantize=Kernel(rounds='x'), encode=Kernel(), decode=Kernel(), amax_factor=Kernel(),
+        delayed_factor=Kernel(), advance_amax=Kernel(),
         scaled_quantize=Kernel(rounds='x'), scaled_decode=Kernel(), hadamard=Kernel())

@@ -149,6 +149,7 @@ class Optimizer:
                          for name, moment in zip(self.MOMENTS, moments, strict=True)}
             self._own['norms'] = self._norms = backend.zeros(len(units))
             self._pending = specs                       # set by _apply_groups, when the subclass has all its settings
+        self.histories: Any = None      # AmaxHistories of operands with delayed scaling (pyops.quantization)
         self.average: Any = None        # moving average of params.values, after average_parameters()
         self.decay: float = 0.0
         self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
@@ -203,6 +204,8 @@ class Optimizer:
             self._record(key)
         else:
             self._recorded[1].run()
+        if self.histories is not None:
+            self.histories.advance()
         for tensor in self._tensors:
             tensor.array.buffer.version += 1            # backward detects that saved values have changed
 
@@ -298,15 +301,17 @@ class Optimizer:
     def arrays(self) -> dict[str, Array]:
         """Return {name: array} of the optimiser's state, for a plan."""
         average = {} if self.average is None else dict(average=self.average)
-        return dict(lr=self.rate, step=self.count, norm=self.norm, norm_work=self._work) | self._own | average
+        histories = {} if self.histories is None else self.histories.arrays()
+        return dict(lr=self.rate, step=self.count, norm=self.norm, norm_work=self._work) | self._own | average | histories
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of everything that a later optimizer needs to continue: the number of steps, the moments, the settings
-        of each group, and the average of the parameters, if there is one."""
+        of each group, and, if there are any, the average of the parameters and the amax histories."""
         moments = {f'{name}.{i}': np.array(backend.get(moment)) for i, (_, moments) in enumerate(self._units)
                    for name, moment in zip(self.MOMENTS, moments, strict=True)}
         average = {} if self.average is None else {'average': np.array(backend.get(self.average))}
-        return {'step': int(backend.get(self.count)[0]), 'state': moments | average,
+        histories = {} if self.histories is None else {'amax_history': np.array(backend.get(self.histories.history))}
+        return {'step': int(backend.get(self.count)[0]), 'state': moments | average | histories,
                 'param_groups': [group.settings() for group in self.param_groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -321,7 +326,8 @@ class Optimizer:
                 raise ValueError(f'{type(self).__name__}: load_state_dict: {name}: expected shape {value.shape}, got '
                                  f'{np.shape(given[name])}; the parameters differ')
         places = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
-                  for name, moment in zip(self.MOMENTS, moments, strict=True)} | {'average': self.average}
+                  for name, moment in zip(self.MOMENTS, moments, strict=True)} | {
+                      'average': self.average, 'amax_history': self.histories and self.histories.history}
         for name, value in given.items():
             places[name][...] = np.asarray(value, np.float32)
         self.count[...] = state['step']

@@ -5,6 +5,7 @@
 
 docs/quantization.md describes the products, their operands and axes, and their rounding.
 """
+import contextlib
 import difflib
 import itertools
 import os
@@ -14,7 +15,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pyops import ops
+from pyops import backend, ops
 from pyops.errors import UserError
 from pyops.ops.attention import OPERANDS as ATTENTION_OPERANDS
 from pyops.ops.linear import OPERANDS as LINEAR_OPERANDS
@@ -56,6 +57,10 @@ class Recipe:
     sections: tuple[Section, ...] = ()
 
     step, seed = None, 0                # key of the random numbers for round=stochastic; see Family
+
+    @staticmethod
+    def history(name, is_gradient):
+        """Return None: without a Family there is no history for delayed scaling."""
 
     @classmethod
     def parse(cls, text, layers=''):
@@ -236,21 +241,82 @@ def resolve(args=None, kept=None):
     return {'quant': quant, 'quant_layers': layers}
 
 
+class AmaxHistories:
+    """The largest magnitudes of operands in past steps, which determine their scales in delayed scaling: state of a training
+    run, in its checkpoints and plans.
+
+    lengths: {operand, such as 'encoder.0.feed_forward.w1.fwd.x': number of past steps}
+    """
+
+    def __init__(self, lengths):
+        self.lengths, self._rows = lengths, {name: row for row, name in enumerate(lengths)}
+        self.history = backend.zeros((len(lengths), max(lengths.values())))     # of a row: the last step first
+        self.amax = backend.zeros(len(lengths))                                 # of the step that runs
+
+    def of(self, name):
+        """Return the past amax of an operand, the last step first, (length,), and its amax in this step, (1,)."""
+        row = self._rows[name]
+        return self.history[row, :self.lengths[name]], self.amax[row:row + 1]
+
+    def tensors(self):
+        """Return {operand: its past amax (length,)}."""
+        return {name: self.of(name)[0] for name in self.lengths}
+
+    def arrays(self):
+        """Return {name: array} for a plan."""
+        return dict(amax_history=self.history, amax=self.amax)
+
+    def advance(self):
+        """Append the amax of this step to the histories; the optimizer calls it at the end of a step."""
+        backend.launch('advance_amax', self.history, self.amax, *self.history.shape)
+
+
 class Family:
     """A replacement for pyops.ops from which a model creates its layers.  Ops with products round their operands as the recipe
     specifies; ops without rounded operands come from pyops.ops.
 
     step: int64 array (1,) that counts training steps, for the random numbers of round=stochastic; None: the same every step.
+
+        family.attach(optimizer)                after the model is created: its steps are counted, its histories are saved
+        with family.recording():                forward and backward of a training step: delayed scaling reads and extends the
+            ...                                 histories; elsewhere a tensor is scaled by its own amax
     """
 
     def __init__(self, recipe, seed=0):
         self.recipe, self.seed, self.step = recipe, seed, None
         self.layers = {}                # layers created by the model -> whether any of their operands is rounded
+        self._lengths, self._histories, self._is_recording = {}, None, False    # of the operands with delayed scaling
 
     def of(self, layer, kind):
         found = self.recipe.of(layer, kind)
         self.layers[layer] = bool(found)
+        self._lengths |= {f'{layer}.{operand}': fmt.delayed for operand, fmt in found.items() if fmt.delayed}
         return found
+
+    def attach(self, optimizer):
+        """Count the steps of an optimizer, and make the amax histories part of its state."""
+        self.step = optimizer.count
+        if self._lengths:
+            self._histories = optimizer.histories = AmaxHistories(dict(self._lengths))
+
+    @contextlib.contextmanager
+    def recording(self):
+        """Within this context delayed scaling reads and extends the amax histories."""
+        before, self._is_recording = self._is_recording, True
+        try:
+            yield
+        finally:
+            self._is_recording = before
+
+    def history(self, name, is_gradient):
+        """Return the history of an operand, None outside recording().   ValueError in a training step without recording() or
+        attach()"""
+        if self._is_recording and self._histories is not None:
+            return self._histories.of(name)
+        if self._is_recording or is_gradient:
+            raise ValueError(f'{name}: delayed scaling needs the amax of past steps; call attach(optimizer) of the Family after '
+                             'the model is created, and run forward and backward within its recording()')
+        return None
 
     def check(self):
         """Return a line about the rounded layers.  Call it after creating the model.
@@ -285,6 +351,12 @@ class Family:
             rounds = [self.of(layer, kind) for layer, kind in rounded.layers(op.name)]
             return rounded(*arguments, **named, recipe=self) if any(rounds) else op
         return make
+
+
+def recording(source):
+    """Return the context for forward and backward of a training step of a model whose layers come from `source`, a Family or
+    another source of layers, for which it does nothing."""
+    return source.recording() if isinstance(source, Family) else contextlib.nullcontext()
 
 
 def family(recipe, seed=0):

@@ -286,11 +286,13 @@ class CutSteps:
     updates its parameters.
 
     gradients(rows): runs step.gradients on a part; Steps or SizedSteps, or a function without a plan
+    amax: the largest magnitudes of operands in the parts (pyops.quantization.AmaxHistories), whose maxima over ranks the update
+    reads; None without delayed scaling
     """
     CHECK_EVERY = 100       # steps after which the parameters of all ranks are compared
 
-    def __init__(self, step: CutStep, gradients: Any, params: Parameters) -> None:
-        self.cut, self._step, self._gradients, self._params = step.cut, step, gradients, params
+    def __init__(self, step: CutStep, gradients: Any, params: Parameters, amax: Array | None = None) -> None:
+        self.cut, self._step, self._gradients, self._params, self._amax = step.cut, step, gradients, params, amax
         self._sum, self._steps = distributed.GradientSum(params), 0
         self._losses = np.zeros(self.cut.parts, np.float32)
         mine = self.cut.parts // distributed.size()
@@ -387,7 +389,7 @@ class CutSteps:
     def _update(self) -> None:
         """Sum gradients and losses over ranks, and update the parameters."""
         if distributed.size() > 1:
-            arrays = {'gradients': self._params.grads}
+            arrays = {'gradients': self._params.grads} | ({} if self._amax is None else {'amax': self._amax})
             backend.call('all_reduce' if self._params.shares is None else 'reduce_scatter', self._sum_over_ranks, arrays,
                          arrays | {'loss': self.cut.loss})
         self._step.update(self.cut.loss)
@@ -395,6 +397,8 @@ class CutSteps:
     def _sum_over_ranks(self) -> None:
         self._sum.over_ranks(self.cut.fast)
         distributed.all_reduce(self._losses)            # each is 0 on all ranks but one, so no sum is rounded
+        if self._amax is not None:
+            distributed.all_max(self._amax)
         self._set_loss()
 
     def _set_loss(self) -> None:

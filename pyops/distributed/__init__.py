@@ -13,6 +13,7 @@ from pyops.distributed.gradients import GradientSum, average_gradients  # noqa: 
 from pyops.distributed.shares import Shares, shard  # noqa: F401
 from pyops.distributed.world import (  # noqa: F401
     agree,
+    all_max,
     all_reduce,
     barrier,
     broadcast,

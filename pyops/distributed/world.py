@@ -319,6 +319,18 @@ def all_reduce(x: Array, fast: bool = False) -> Array:
     return x
 
 
+def all_max(x: Array) -> Array:
+    """Replace each element of x, a contiguous array on any device, by its maximum over all ranks and return x."""
+    if _world.size > 1:
+        from mpi4py import MPI
+        values = np.ascontiguousarray(backend.get(x))
+        with _world.waiting():
+            _world.comm.Allreduce(MPI.IN_PLACE, values.reshape(-1), MPI.MAX)
+        if values is not x:
+            x[...] = values
+    return x
+
+
 def union(bits: np.ndarray) -> np.ndarray:
     """Return the bitwise or of an array of integers over all ranks."""
     if _world.size > 1:

@@ -34,6 +34,14 @@ class FoundTensor(NamedTuple):
     uses: tuple[dict, ...]      # its roundings, for each product that uses it
     mask: tuple[dict, ...]
     quant_type: str             # name of the format of the layer's operands
+    pasts: tuple[Any, ...]      # of each of `uses`: the amax history (length,), None without delayed scaling
+
+    def rounded(self) -> FoundTensor:
+        """Return the tensor with its uses as they are in the next step: delayed scaling has the factor of its history."""
+        from pyops import formats
+        uses = tuple(use if past is None else use | {'format': str(formats.of_factor(use['format'], backend.get(past).max()))}
+                     for use, past in zip(self.uses, self.pasts, strict=True))
+        return self._replace(uses=uses)
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +93,7 @@ class _Layer:
     heads: int = 0                  # number of heads, for attention
     seen: dict = field(default_factory=dict)        # (operation, name) -> one _Seen per use of the layer
     uses: dict = field(default_factory=dict)        # name -> roundings
+    pasts: dict = field(default_factory=dict)       # (product, operand) -> amax history of a rounding, None without one
     index: int = 0
 
     def saw(self, operation, name, at, array, axis=-1):
@@ -285,6 +294,7 @@ class _Finder:
         uses = layer.uses.setdefault(name, [])
         if use not in uses:
             uses.append(use)
+            layer.pasts[product, letter] = self._past(role.rounding)
 
     def _rounding(self, j, shape):
         """Return the Format of action j, a rounding, and the block axis in the saved array, which has this shape."""
@@ -299,13 +309,26 @@ class _Finder:
         """Return the Format and the axis of action j without a transform before it."""
         from pyops import formats
         sizes, tensors, target = self.actions[j].scalars, self.actions[j].tensors, None
+        axis = _axis_of(sizes, shape) if 'n' in sizes else None
         if 'block_rows' in sizes:
             grid, more = (tuple(sizes[name] for name in names) for names in (
                 ('outer', 'rows', 'columns', 'block_rows', 'block_columns'), ('format', 'rounding', 'rule', 'shift', 'flush')))
             return formats.of_grid(grid, shape, *more)
         if 'factor' in tensors:
-            target = self.actions[self.plan.writer(j, 'factor')].scalars['target']
-        return formats.of_scalars(*(sizes[name] for name in formats.SCALARS), target), _axis_of(sizes, shape)
+            made = self.actions[self.plan.writer(j, 'factor')]
+            if made.kernel == 'fill':
+                return formats.of_tensor(sizes['format'], sizes['rounding'], factor=made.scalars['value']), axis
+            target = made.scalars['target']
+            if made.kernel == 'delayed_factor':
+                return formats.of_delayed(sizes['format'], sizes['rounding'], target, made.scalars['length']), axis
+        return formats.of_scalars(*(sizes[name] for name in formats.SCALARS), target), axis
+
+    def _past(self, j):
+        """Return the amax history (length,) that scales the tensor of action j, a rounding; None without delayed scaling."""
+        if 'factor' not in self.actions[j].tensors:
+            return None
+        made = self.actions[self.plan.writer(j, 'factor')]
+        return self.plan.argument(made, 'history') if made.kernel == 'delayed_factor' else None
 
     # ---- what was found
 
@@ -326,9 +349,10 @@ class _Finder:
                     times, shape = range(shape[0]), shape[1:]
                 elif counts > 1 and name not in _PARAMETERS:
                     times = [n if operation == 'forward' else counts - 1 - n]       # backward starts at the last use
-                tensors = [FoundTensor(layer.name, layer.type, layer.index, operation, name, step, shape, one.axis,
-                                       tuple(layer.uses.get(name, ())), self._mask(layer, name, shape, step), quant_type)
-                           for step in times]
+                uses = tuple(layer.uses.get(name, ()))
+                pasts = tuple(layer.pasts[use['product'], use['operand']] for use in uses)
+                tensors = [FoundTensor(layer.name, layer.type, layer.index, operation, name, step, shape, one.axis, uses,
+                                       self._mask(layer, name, shape, step), quant_type, pasts) for step in times]
                 yield Look(one.at, tuple(tensors), one.read, one.is_fresh)
 
     def _mask(self, layer, name, shape, step):

@@ -114,6 +114,7 @@ class Saving:
         lengths, tokens = self._sentences(rows) if self._sentences else (None, {})
         if lengths:
             self.writer.batch(number, lengths, tokens)
+        looks = [look._replace(tensors=tuple(tensor.rounded() for tensor in look.tensors)) for look in looks]
         done = 0
         for look in looks:
             if look.at > done:

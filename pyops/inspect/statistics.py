@@ -347,7 +347,7 @@ class _Blocks:
         each = formats.element_scales(self.flat, self.f, self.axis).reshape(self.full) if self.f.is_scaled else None
         if self.f.is_block:
             scale = np.exp2(self.exponents())
-        elif self.f.option('amax_target'):
+        elif self.f.has_factor:
             factor: Any = formats.encode(self.x, self.f).factor
             scale = 1 / float(factor[0])
         i_step = max(1, min(inner, _TILE // self.block))

@@ -29,7 +29,8 @@ class Rounding:
     """Rounding of the operands of the products of one layer.
 
     recipe.of(layer, kind) returns {'fwd.x': Format, ...};  recipe.step and recipe.seed seed the random numbers of
-    round=stochastic
+    round=stochastic;  recipe.history(name, is_gradient) returns the history of an operand with delayed scaling, as for
+    fake_quantize
     """
 
     def __init__(self, recipe: Any, layer: str, kind: str) -> None:
@@ -44,9 +45,11 @@ class Rounding:
         if fmt is None:
             return x
         name = f'{self.layer}.{operand}'
-        kind = 'gradient' if operand.rpartition('.')[2] in GRADIENTS else 'intermediate'
+        is_gradient = operand.rpartition('.')[2] in GRADIENTS
         seed = key(self.recipe.seed, f'{name}.{time}') if fmt.is_stochastic else 0
-        return fake_quantize(x, fmt, axis, name=name, kind=kind, step=self.recipe.step, seed=seed)
+        history = self.recipe.history(name, is_gradient) if fmt.delayed else None
+        return fake_quantize(x, fmt, axis, name=name, kind='gradient' if is_gradient else 'intermediate',
+                             step=self.recipe.step, seed=seed, history=history)
 
     def same(self, one: str, other: str) -> bool:
         """Return whether both operands, which are the same tensor, have the same rounded copy for all axes."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops import __version__, backend, checkpoint, distributed, fit, plan
+from pyops import __version__, backend, checkpoint, distributed, fit, plan, quantization
 from pyops.data import locate
 from pyops.data.batches import FixedBatches, TokenBatches
 from pyops.errors import UserError
@@ -217,7 +217,7 @@ def start_run(args, found, settings, data, model, optimizer, wanted=None):
         distributed.agree(flags={name: getattr(args, name) for name in names}, settings=settings, data=data.train.digest())
     if settings['quant'] != 'none':
         print(model.config.ops.check(), flush=True)
-        model.config.ops.step = optimizer.count
+        model.config.ops.attach(optimizer)
     if found.state is None:
         return fit.Run(settings['seed'], settings['batch_size'])
     check_vocabularies(found.path, found.state, data.vocabularies, data.train)
@@ -349,9 +349,10 @@ class Parts:
     @staticmethod
     def gradients_of(model, batch, mask, share):
         """Add the gradients of `share` times the mean loss of a batch, and return the mean loss."""
-        loss, ctx = model.forward(batch, mask, dloss=share)
-        plan.boundary()
-        model.backward(ctx)
+        with quantization.recording(model.config.ops):
+            loss, ctx = model.forward(batch, mask, dloss=share)
+            plan.boundary()
+            model.backward(ctx)
         return loss
 
 

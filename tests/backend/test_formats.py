@@ -220,6 +220,88 @@ def test_amax_target_scales_the_tensor():
     assert np.isposinf(quantized([1, np.inf], 'hifp8', amax_target=8)[1])
 
 
+class Delayed:
+    """Delayed scaling by its definition, in numpy: the scale of a step comes from the amax of the steps before."""
+
+    def __init__(self, f):
+        self.f, self.past, self.amax = f, [], np.float32(0)
+
+    def rounded(self, x):
+        now = np.abs(x).max(initial=0) if not np.isnan(x).any() else np.float32(np.nan)
+        before = max(self.past[-self.f.delayed:], default=np.float32(0))
+        with np.errstate(divide='ignore', over='ignore', invalid='ignore'):
+            factor = np.float32(self.f.max * 2.0 ** -self.f.option('margin')) / np.float32(before or now)
+        if not 0 < factor < np.inf or not np.isfinite(before or now):
+            factor = np.float32(1)
+        if np.isfinite(now):
+            self.amax = max(self.amax, now)
+        if self.f.name == 'int8':
+            with np.errstate(invalid='ignore'):
+                whole = np.clip(np.rint(x * factor), -127, 127) + np.float32(0)
+            return np.where(np.isfinite(x), whole, np.float32(np.nan)).astype(np.float32) / factor
+        with np.errstate(over='ignore'):
+            return expected(x * factor, self.f.element, 'rne', True) / factor
+
+    def end_step(self):
+        self.past.append(self.amax)
+        self.amax = np.float32(0)
+
+
+@pytest.mark.parametrize('fmt', ['fp8:delayed', 'fp8:delayed=1', 'fp8:delayed=3:margin=2', 'fp8:elem=e5m2:delayed=2:margin=-3',
+                                 'int8:delayed=4'])
+def test_delayed_scaling_by_its_definition(fmt):
+    f, rng = parse(fmt), np.random.default_rng(3)
+    rows, row = 5, 2                                    # of the histories of all operands; the others must stay 0
+    histories, amax = put(np.zeros((rows, f.delayed), np.float32)), put(np.zeros(rows, np.float32))
+    want = Delayed(f)
+    sizes = [(40, 33), (40, 33), (1, 1), (7, 3), (0, 4), (300, 601), (5, 5), (6, 6), (2, 8), (9, 9)]
+    for step, size in enumerate(sizes):
+        for call in range(1 + step % 2):                # several tensors of a step share its scale
+            x = (rng.standard_normal(size) * 10.0 ** rng.uniform(-6, 6)).astype(np.float32)
+            if step == 3:
+                x[...] = 0
+            if step == 6:
+                x[1, 1:3] = np.inf, -np.inf
+            if step == 8 and call == 0:
+                x[0, 0] = np.nan
+            got = fake_quantize(put(x), f, history=(histories[row], amax[row:row + 1]))
+            assert same(np.asarray(get(got)), want.rounded(x)).all(), (step, call)
+        backend.launch('advance_amax', histories, amax, rows, f.delayed)
+        want.end_step()
+        after = np.asarray(get(histories))
+        past = ([np.float32(0)] * f.delayed + want.past)[-f.delayed:][::-1]
+        assert (after[row] == past).all() and not np.delete(after, row, 0).any() and not np.asarray(get(amax)).any()
+
+
+def test_the_first_step_of_delayed_scaling_and_its_codes():
+    x = np.random.default_rng(0).standard_normal((37, 50)).astype(np.float32) * 1e-4
+    for fmt in ('fp8:delayed', 'fp8:elem=e5m2:delayed=2:margin=1', 'int8:delayed', 'fp8:factor=1234567.9'):
+        codes, numbers, scales = codes_of(x, fmt)
+        f, got = parse(fmt), quantized(x, fmt)
+        assert scales is None and codes.factor.shape == (1,) and numbers.max() < 256
+        assert same(np.asarray(get(decode(codes))), got).all()
+        want = np.float32(f.option('factor') or f.target / np.abs(x).max())
+        assert np.asarray(get(codes.factor))[0] == want, fmt
+        empty = put(np.zeros(f.delayed or 1, np.float32)), put(np.zeros(1, np.float32))
+        assert same(quantized(x, fmt, history=empty if f.delayed else None), got).all()
+
+
+def test_a_plan_replays_delayed_scaling_and_its_history():
+    rng = np.random.default_rng(1)
+    x, histories, amax = put(np.zeros((6, 7), np.float32)), put(np.zeros((1, 3), np.float32)), put(np.zeros(1, np.float32))
+    with Plan(run=False, x=x, histories=histories, amax=amax) as plan:
+        y = fake_quantize(x, 'fp8:delayed=3', history=(histories[0], amax))
+        backend.launch('advance_amax', histories, amax, 1, 3)
+    assert [action.kernel for action in plan.actions] == ['delayed_factor', 'fake_quantize', 'advance_amax']
+    want = Delayed(parse('fp8:delayed=3'))
+    for _ in range(6):
+        values = (rng.standard_normal((6, 7)) * 10.0 ** rng.uniform(-3, 3)).astype(np.float32)
+        x[...] = values
+        plan.run()
+        assert same(np.asarray(get(y)), want.rounded(values)).all()
+        want.end_step()
+
+
 # ---- blocks ------------------------------------------------------------------------------------------------------------
 
 def scale_of(amax, element, rule, shift):
@@ -334,7 +416,7 @@ def test_the_table_of_signal_to_noise():
 
 
 @pytest.mark.parametrize('fmt', ['hifp8', 'mxfp8', 'mxfp4:scale=even', 'bf16', 'fp16', 'mxfp8:round=stochastic',
-                                 'hifp8:round=hybrid:amax_target=224'])
+                                 'hifp8:round=hybrid:amax_target=224', 'fp8:delayed:round=stochastic'])
 @of_threads
 def test_the_same_bits_for_any_number_of_threads_and_at_any_address(fmt):
     x = np.random.default_rng(5).standard_normal(300 * 601 + 1).astype(np.float32)
@@ -416,6 +498,10 @@ def test_names_and_options():
     assert parse('mxfp8', block=32) == parse('mxfp8')                     # what is as by default is not said
     assert parse('fp16', saturate=True) == parse('fp16:saturate') == parse('fp16:overflow=saturate')
     assert parse(parse('hifp8:amax_target=8'), round='hybrid').options == {'round': 'hybrid', 'amax_target': 8.0}
+    assert parse('fp8:delayed') == parse('fp8:block=tensor:delayed=16') == parse('fp8', delayed=True)
+    assert str(parse('fp8:delayed=0')) == 'fp8' and str(parse('int8:delayed=2:margin=1')) == 'int8:block=tensor:delayed=2:margin=1'
+    for value in np.random.default_rng(0).lognormal(0, 30, 100).astype(np.float32):        # all digits of a factor are kept
+        assert np.float32(parse(str(parse('fp8', factor=value))).option('factor')) == value
     assert (f.block, f.is_block, f.bits, f.max, f.min_normal, f.min_subnormal) == (16, True, 8, 448, 2 ** -6, 2 ** -9)
     assert (parse('hifp8').block, parse('hifp8').max, parse('hifp8').min_subnormal) == (0, 32768, 2 ** -22)
     with pytest.raises(TypeError):
@@ -433,6 +519,12 @@ def test_names_and_options():
     ('mxfp8:round=hybrid', 'mxfp8: round=hybrid: expected one of: rne, away, floor, stochastic'),
     ('bf16:scale=floor', 'scale: bf16 has no such option'),
     ('hifp8:amax_target=0', 'hifp8: amax_target=0: expected a number above 0'),
+    ('mxfp8:delayed', 'delayed: mxfp8 has no such option'),
+    ('fp8:delayed=-1', 'fp8: delayed=-1: expected a whole number from 0 to 4096'),
+    ('fp8:delayed:block=128', 'fp8: block=128: expected block=tensor, as the whole tensor has one scale with delayed'),
+    ('int8:factor=2:block=row', 'int8: block=row: expected block=tensor, as the whole tensor has one scale with factor'),
+    ('fp8:margin=1', 'fp8: margin=1: expected delayed with it'),
+    ('fp8:delayed:factor=2', 'fp8: delayed=16 and factor=2: expected one of them'),
     ('fp16:saturate=perhaps', 'fp16: saturate=perhaps: expected true or false'),
 ])
 def test_what_does_not_exist_is_named_with_what_does(fmt, message):
@@ -455,3 +547,11 @@ def test_kernels_refuse_what_they_do_not_know():
             call(*values)
     with pytest.raises(ValueError, match='target=0'):
         backend.launch('amax_factor', x[:1], x, 4, 0.0)
+    with pytest.raises(ValueError, match='delayed_factor: target=-1'):
+        backend.launch('delayed_factor', x[:1], x[:1], x, x, 4, 4, -1.0)
+    with pytest.raises(ValueError, match='delayed_factor: length=0'):
+        backend.launch('delayed_factor', x[:1], x[:1], x, x, 4, 0, 1.0)
+    with pytest.raises(ValueError, match='advance_amax: rows=-1 length=4'):
+        backend.launch('advance_amax', x, x, -1, 4)
+    with pytest.raises(ValueError, match=r'history: expected shapes \(16,\) and \(1,\) .* got \(4,\)'):
+        fake_quantize(x, 'fp8:delayed', history=(x, x[:1]))

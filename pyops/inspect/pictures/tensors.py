@@ -125,8 +125,10 @@ def _round(x, mask, fmt, axis, view, cover, window, sampled):
         used = numbers.valid(number_formats.element_scales(x, fmt, axis), mask)
         used = np.log2(used[np.isfinite(used) & (used > 0)])
         exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
-    elif fmt.option('amax_target') and (amax := float(np.max(np.abs(given), initial=0, where=np.isfinite(given)))):
-        exponents = (math.log2(amax / fmt.option('amax_target')),) * 3
+    elif fmt.option('factor'):
+        exponents = (-math.log2(fmt.option('factor')),) * 3
+    elif fmt.target and (amax := float(np.max(np.abs(given), initial=0, where=np.isfinite(given)))):
+        exponents = (math.log2(amax / fmt.target),) * 3
     q_sampled = numbers.sample(numbers.valid(q, mask))
     error = numbers.shrink(error if cover is None else np.where(cover > 0, 0, error))
     return FormatAnalysis(fmt, statistics.quantization(x, fmt, axis, mask), error, scales, scale_cover, exponents,
