@@ -23,7 +23,6 @@ from pyops.steplog import StepLog
 from pyops.steps import CutStep, CutSteps, SizedSteps, Steps
 from pyops.training import Interrupt, Metrics, Output, Progress
 
-
 AMAX = 'amax/'          # start of the names of amax histories in a checkpoint
 
 
@@ -600,7 +599,7 @@ def _histories(optimizer):
 def restore(params, optimizer, arrays, path, left_out=()):
     """Copy the tensors of a checkpoint into the model.  optimizer=None: parameters only, for serving.
     left_out: names of parameters that are checked and not copied
-    An amax history that the checkpoint lacks, because it was trained with another recipe, begins empty, and a line reports that.
+    An amax history that the checkpoint lacks, because it was trained with another recipe, begins empty, which a line reports.
 
     Raises UserError naming the first tensor that is missing, unknown or of another shape.
     """

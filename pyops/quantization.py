@@ -314,8 +314,8 @@ class Family:
         if self._is_recording and self._histories is not None:
             return self._histories.of(name)
         if self._is_recording or is_gradient:
-            raise ValueError(f'{name}: delayed scaling needs the amax of past steps; call attach(optimizer) of the Family after '
-                             'the model is created, and run forward and backward within its recording()')
+            raise ValueError(f'{name}: delayed scaling needs the amax of past steps; call attach(optimizer) of the Family '
+                             'after the model is created, and run forward and backward within its recording()')
         return None
 
     def check(self):

@@ -499,7 +499,8 @@ def test_names_and_options():
     assert parse('fp16', saturate=True) == parse('fp16:saturate') == parse('fp16:overflow=saturate')
     assert parse(parse('hifp8:amax_target=8'), round='hybrid').options == {'round': 'hybrid', 'amax_target': 8.0}
     assert parse('fp8:delayed') == parse('fp8:block=tensor:delayed=16') == parse('fp8', delayed=True)
-    assert str(parse('fp8:delayed=0')) == 'fp8' and str(parse('int8:delayed=2:margin=1')) == 'int8:block=tensor:delayed=2:margin=1'
+    assert str(parse('fp8:delayed=0')) == 'fp8'
+    assert str(parse('int8:delayed=2:margin=1')) == 'int8:block=tensor:delayed=2:margin=1'
     for value in np.random.default_rng(0).lognormal(0, 30, 100).astype(np.float32):        # all digits of a factor are kept
         assert np.float32(parse(str(parse('fp8', factor=value))).option('factor')) == value
     assert (f.block, f.is_block, f.bits, f.max, f.min_normal, f.min_subnormal) == (16, True, 8, 448, 2 ** -6, 2 ** -9)

@@ -444,7 +444,7 @@ def test_a_pattern_without_a_layer_is_refused():
 
 
 @MODELS
-@pytest.mark.parametrize('text', ['none', 'mxfp8:round=stochastic,dgrad=hifp8'])
+@pytest.mark.parametrize('text', ['none', 'mxfp8:round=stochastic,dgrad=hifp8', 'fp8:delayed=3'])
 def test_a_plan_replays_the_bits_of_single_steps(make, text):
     """A step that rounds at random reads the count of steps from memory."""
     (_, corpus), values = pairs(), []
@@ -452,21 +452,125 @@ def test_a_plan_replays_the_bits_of_single_steps(make, text):
         model = small(make, family(Recipe.parse(text)))
         optimizer = Adam(model.params, 0.005, max_norm=1.0)
         if model.config.ops is not ops:
-            model.config.ops.step = optimizer.count
+            model.config.ops.attach(optimizer)
 
         def step(rows, *sizes, model=model, optimizer=optimizer):
             model.params.zero_grads()
-            loss, ctx = model.forward(corpus.batch(rows, *sizes), step=optimizer.count)
-            model.backward(ctx)
+            with quantization.recording(model.config.ops):
+                loss, ctx = model.forward(corpus.batch(rows, *sizes), step=optimizer.count)
+                model.backward(ctx)
             optimizer.step()
             return loss
         steps = SizedSteps(step, corpus.sizes, model.params, **corpus.arrays(), **model.arrays(), **optimizer.arrays())
         rng, run = np.random.default_rng(0), steps if planned else lambda rows, step=step: step(rows, *corpus.sizes(rows))
         losses = [float(run(rng.integers(0, len(corpus), 16))[0]) for _ in range(5)]
-        values.append((losses, model.params.values.tobytes()))
+        values.append((losses, model.params.values.tobytes(), {
+            name: array.tobytes() for name, array in optimizer.arrays().items() if 'amax' in name}))
         listing = steps.plan(np.arange(16)).listing()
         assert ('FakeQuantize' in listing) == (text != 'none') == ('AttentionSoftmax' in listing or 'GruGates' in listing)
     assert values[0] == values[1]
+
+
+# ---- delayed scaling -----------------------------------------------------------------------------------------------------
+
+DELAYED = 'fp8:delayed=3:margin=1,wgrad.g=fp8:elem=e5m2:delayed=2,dgrad.g=fp8:elem=e5m2:delayed=2,pv=mxfp8'
+
+
+@MODELS
+def test_delayed_scaling_uses_the_amax_of_past_training_steps_alone(make, monkeypatch):
+    """Each operand has a history of its own; calls of one step share its scale; inference neither reads nor changes it."""
+    (_, corpus), made = pairs(), []
+
+    def noting(x, fmt, axis, name, **more):
+        x, y = get(x).copy(), formats.fake_quantize(x, fmt, axis, name=name, **more)
+        made.append((name, fmt, x, get(y)))
+        return y
+    monkeypatch.setattr(rounding, 'fake_quantize', noting)
+    layer_ops, rng = family(Recipe.parse(DELAYED)), np.random.default_rng(0)
+    model = small(make, layer_ops)
+    optimizer = Adam(model.params, 0.05, max_norm=1.0)
+    layer_ops.attach(optimizer)
+    past, largest, calls = {}, np.float32(0), 0
+    for _ in range(6):
+        made.clear()
+        model.params.zero_grads()
+        batch = corpus.batch_of(rng.integers(0, len(corpus), 16))
+        with layer_ops.recording():
+            _, ctx = model.forward(batch, step=optimizer.count)
+            model.backward(ctx)
+        current = {}
+        for name, fmt, x, y in made:
+            if not fmt.delayed:
+                continue
+            amax = np.abs(x).max()
+            used = max(past.get(name, [])[-fmt.delayed:], default=np.float32(0)) or amax
+            scale = np.float32(fmt.target) / used if used else np.float32(1)
+            want = formats.fake_quantize(x * scale, fmt.element, overflow='saturate') / scale
+            assert want.tobytes() == y.tobytes(), name
+            current[name], calls = max(current.get(name, np.float32(0)), amax), calls + 1
+            largest = max(largest, used and amax / used)
+        made.clear()
+        model.forward(corpus.batch_of(np.arange(4)), gradients=False)           # in between: the amax of the tensor itself
+        for _, fmt, x, y in made:
+            assert y.tobytes() == formats.fake_quantize(x, fmt).tobytes() or not fmt.delayed
+        optimizer.step()
+        for name, amax in current.items():
+            past.setdefault(name, []).append(amax)
+        for name, history in optimizer.histories.tensors().items():
+            values = past.get(name, [])[:-len(history) - 1:-1]
+            assert get(history).tolist() == values + [0] * (len(history) - len(values)), name
+    assert calls > 6 * len(past) / 2 > 30 and largest > 1.01        # a tensor that exceeds its history saturates
+
+
+def test_a_training_step_without_the_history_is_refused():
+    layer_ops, batch = family(Recipe.parse('fp8:delayed')), pairs()[1].batch_of(np.arange(4))
+    model = small(make_transformer, layer_ops)
+    _, ctx = model.forward(batch)
+    with pytest.raises(ValueError, match=r'^output.\w+.g: delayed scaling needs the amax of past steps; call attach'):
+        model.backward(ctx)
+    with pytest.raises(ValueError, match='^encoder.0.self_attention.q.fwd.x: delayed scaling needs'), layer_ops.recording():
+        model.forward(batch)
+
+
+@pytest.mark.parametrize('train, tiny', [(seq2seq_train, TINY_SEQ2SEQ), (transformer_train, TINY_TRANSFORMER)])
+def test_a_resumed_run_continues_the_amax_histories(train, tiny, tmp_path, capsys):
+    flags = ['--quant', 'fp8:delayed=5,wgrad.g=int8:delayed=2', *tiny, '--max-steps']
+    whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+    train.main(['-e', '2', '-c', str(whole), '--no-plan', *flags, '7'])
+    train.main(['-e', '2', '-c', str(parts), *flags, '4'])
+    (path,) = parts.iterdir() if len(list(parts.glob('*.safetensors'))) == 0 else parts.glob('*.safetensors')
+    middle, _ = newest(parts)
+    train.main(['-e', '2', '-c', str(parts), *tiny, '--max-steps', '3'])
+    assert 'amax histories' not in capsys.readouterr().out
+    assert_same_training(newest(whole), newest(parts))
+    after, _ = newest(whole)
+    histories = {name: tensor for name, tensor in after.items() if name.startswith('amax/')}
+    used = [name for name, tensor in histories.items() if tensor.any()]
+    assert len(used) > 10 and {tensor.shape for tensor in histories.values()} == {(5,), (2,)}
+    assert any((after[name] != middle[name]).any() for name in used)
+    assert all(after[name][3] == middle[name][0] for name in used if len(after[name]) == 5)     # three steps later
+
+    train.main(['-e', '2', '-c', str(path), *tiny, '--quant', 'fp8:delayed=4,wgrad=mxfp8', '--max-steps', '1'])
+    out = capsys.readouterr().out
+    assert re.search(r'^amax histories : (\d+) of \1 operands have none in the checkpoint; they begin empty$', out, re.M)
+
+
+def test_an_optimizer_copies_its_amax_histories():
+    batch, states = pairs()[1].batch_of(np.arange(4)), []
+    for _ in range(2):
+        layer_ops = family(Recipe.parse('int8:delayed=2'))
+        model = small(make_transformer, layer_ops)
+        optimizer = Adam(model.params, 0.01)
+        layer_ops.attach(optimizer)
+        if states:
+            optimizer.load_state_dict(states[0])
+        else:
+            with layer_ops.recording():
+                model.backward(model.forward(batch, step=optimizer.count)[1])
+            optimizer.step()
+        states.append(optimizer.state_dict())
+    one, other = (state['state']['amax_history'] for state in states)
+    assert one.tobytes() == other.tobytes() and one.any()
 
 
 def test_arrays_are_named_after_layer_product_and_operand():

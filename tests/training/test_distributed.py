@@ -349,6 +349,19 @@ def test_all_programs_train_the_same_bits_on_1_4_and_2_ranks_and_after_resuming(
         assert [json.loads(line)['epoch'] for line in file] == [1, 2]
 
 
+@needs_mpi
+def test_ranks_have_the_same_amax_histories(tmp_path):
+    """The parts of a rank do not contain the largest magnitude of each operand of the batch."""
+    flags = [*SEQ2SEQ, '--quant', 'fp8:delayed=2', '-c']
+    one, several = tmp_path / 'one', tmp_path / 'several'
+    printed(seq2seq_train.main, [*flags, str(one)])
+    status, _, err = ranks.run_ranks(2, '-m', 'seq2seq.train', *flags, str(several))
+    assert status == 0, err
+    tensors, state = newest(one)
+    assert sum(tensor.any() for name, tensor in tensors.items() if name.startswith('amax/')) > 10
+    assert_same_training((tensors, state), newest(several))
+
+
 WORKER = '''
 import sys, time
 import numpy as np

@@ -19,6 +19,7 @@ from pyops.errors import UserError
 from pyops.finite import FiniteSteps, divide, first_not_finite
 from pyops.optim import Adam, AdamW, Muon
 from pyops.params import Parameters, Spec
+from pyops.quantization import Recipe, family
 from pyops.steps import SizedSteps, Steps
 
 SAMPLES = 12
@@ -96,6 +97,34 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_step_count(sized, opt
     assert np.isfinite(first).all() and not np.isfinite(second).all()
     steps(BATCHES[3])
     assert net.state()[0].tobytes() != before[0].tobytes() and np.isfinite(net.history.read(1)).all()
+
+
+def test_a_skipped_step_does_not_change_amax_histories(tmp_path):
+    class Rounded(Net):
+        def __init__(self):
+            super().__init__()
+            self.family, p = family(Recipe.parse('fp8:delayed=3')), self.params
+            self.layers = [self.family.Linear(p['hidden.weight'], p['hidden.bias'], 'hidden'),
+                           self.family.Linear(p['output.weight'], None, 'output')]
+            self.family.attach(self.optimizer)
+
+        def step(self, rows):
+            with self.family.recording():
+                super().step(rows)
+
+    net = Rounded()
+    steps, histories = FiniteSteps(net.planned(), net.optimizer.count), net.optimizer.histories
+    for rows in BATCHES[:2]:
+        steps(rows)
+    before = get(histories.history).copy()
+    assert before[:, :2].any(1).sum() > 4 and not get(histories.amax).any()
+    net.x[8:] *= 100                            # also larger than before
+    net.x[9, 2] = np.nan
+    steps(BATCHES[3])
+    assert get(histories.history).tobytes() == before.tobytes() and not get(histories.amax).any()
+    net.x[9, 2] = 0
+    steps(BATCHES[3])
+    assert (get(histories.history)[:, 1:] == before[:, :-1]).all()
 
 
 def test_a_step_that_is_not_finite_does_not_spoil_the_statistics_of_a_batch_norm():

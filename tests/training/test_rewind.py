@@ -47,6 +47,17 @@ def test_every_tensor_of_a_past_step_has_the_bits_that_the_run_saved(trained, st
     assert sorted(os.listdir(trained / 'run')) == before
 
 
+def test_a_past_step_with_delayed_scaling_has_the_recorded_bits(tmp_path, capsys):
+    folder = tmp_path / 'run'
+    transformer.train.main(['-e', '2', '-c', str(folder), *FLAGS, '--quant', 'fp8:delayed=6'])
+    capsys.readouterr()
+    assert status_of('rewind', folder, '--step', STEPS + 2, '--save', tmp_path / 'dump') == 0
+    out = capsys.readouterr().out.splitlines()
+    assert 'checkpoint_' in out[0] and out[1].endswith(f'{STEPS} to {STEPS + 2}, have the recorded bits')
+    formats = [entry.uses[0]['format'] for entry in Logs(tmp_path / 'dump').entries if entry.name == 'input' and entry.uses]
+    assert len(formats) > 5 and all(text.startswith('fp8:block=tensor:factor=') for text in formats)
+
+
 def test_tensors_are_shown_by_their_names_in_a_dump_or_as_operands_of_products(trained, capsys):
     run, step, layer = trained / 'run', STEPS + 2, 'encoder.0.self_attention.q'
     assert status_of('rewind', run, '--step', step, '--show', f'{layer} wgrad.g', '--show', f'{layer} backward.grad_output',
