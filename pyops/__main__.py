@@ -155,6 +155,9 @@ def sensitivity_flags(parser):
                         help='with --search: smallest cosine of the gradient with the one without rounding (default 0.98)')
     parser.add_argument('--recipe', type=output_file, metavar='FILE',
                         help='with --search: write the recipe to FILE, for --quant @FILE')
+    for library, name in ('te', 'TransformerEngine'), ('torchao', 'torchao'):
+        parser.add_argument(f'--recipe-{library}', type=output_file, metavar='FILE',
+                            help=f'with --search: write the recipe of the linear layers to FILE, for {name}')
     parser.add_argument('--sort', default='gradient', choices=('gradient', 'loss'),
                         help='sort by the cosine of the gradient or by the rise of the loss (default %(default)s)')
     add_output_flags(parser)

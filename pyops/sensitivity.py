@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops import backend, formats, quantization
+from pyops import backend, formats, quantization, recipe_files
 from pyops.errors import UserError, printable
 from pyops.files import write_atomically
 from pyops.inspect.tables import Column, cannot_write, finite, number, worst_first, write
@@ -292,15 +292,31 @@ def run(options):
     write(options.output, text + '\n')
     if result and options.recipe:
         _write_recipe(options.recipe, found.path, replay, result)
+    for name, (translate, _, library) in _LIBRARIES.items():
+        if result and getattr(options, name):
+            _write_translated(name, getattr(options, name), translate, library, found.path, replay, result)
     return 0
+
+
+# flags that write a recipe for another library -> how, which formats it has, its name
+_LIBRARIES = {'recipe_te': (recipe_files.transformer_engine, recipe_files.transformer_engine_has, 'TransformerEngine'),
+              'recipe_torchao': (recipe_files.torchao, recipe_files.torchao_has, 'torchao')}
+
+
+def _flag(name):
+    return f'--{name.replace("_", "-")}'
 
 
 def _check_search(options, fmts):
     if options.search is None:
-        for name in 'recipe', 'min_cosine':
+        for name in 'recipe', *_LIBRARIES, 'min_cosine':
             if getattr(options, name) is not None:
-                raise UserError(f'--{name.replace("_", "-")}: has no effect without --search PERCENT; add it')
+                raise UserError(f'{_flag(name)}: has no effect without --search PERCENT; add it')
         return
+    for name, (_, has, library) in _LIBRARIES.items():
+        if getattr(options, name) and not any(map(has, fmts)):
+            raise UserError(f'--formats {options.formats}: {library} has none of these, so {_flag(name)} would have an empty '
+                            'recipe; add one that docs/quantization.md lists, such as fp8:block=tensor')
     options.min_cosine = 0.98 if options.min_cosine is None else options.min_cosine
     if len({(fmt.hadamard, fmt.option('signs')) for fmt in fmts}) > 1:
         raise UserError(f'--formats {options.formats}: a search needs formats with the same Hadamard transform, since both '
@@ -365,6 +381,27 @@ def _write_recipe(path, checkpoint_path, replay, found):
         write_atomically(path, ('\n'.join(lines) + '\n').encode())
     except OSError as error:
         raise cannot_write(path, error, '--recipe') from error
+
+
+def _write_translated(name, path, translate, library, checkpoint_path, replay, found):
+    """Write the recipe as a file for another library, and print the number of operands that it cannot express."""
+    layers = {layer: {} for layer, kind in replay.trial.given if kind == 'linear'}
+    others = 0                                              # operands of attention
+    for (layer, operand), fmt in found.chosen.items():
+        if layer in layers:
+            layers[layer][operand] = fmt
+        else:
+            others += 1
+    title = [f'of {printable(os.path.basename(checkpoint_path))}', *_summary(replay, found)]
+    title += [f'{others} operands of attention are rounded in pyops alone'] if others else []
+    translated = translate(layers, title)
+    try:
+        write_atomically(path, translated.text.encode())
+    except OSError as error:
+        raise cannot_write(path, error, _flag(name)) from error
+    if lost := len(translated.lost) + others:
+        print(f'{printable(path)}: {lost} of {len(found.chosen)} rounded operands have no equivalent in {library}, and stay '
+              'unrounded there', file=sys.stderr)
 
 
 def _document(path, count, replay, rows, found):

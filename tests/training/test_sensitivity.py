@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -162,6 +163,30 @@ def test_the_command_ranks_operands_and_writes_a_recipe_that_trains(checkpoint, 
     transformer_train.main([*TINY_TRANSFORMER, '-c', str(tmp_path / 'new'), '--quant', f'@{path}', '--max-steps', '2'])
 
 
+def test_a_recipe_is_written_for_other_libraries(checkpoint, run, tmp_path):
+    te, ao = tmp_path / 'te.yaml', tmp_path / 'ao.py'
+    flags = checkpoint, '-f', 'embedded', '--pairs', '20', '--layers', 'encoder.0,output', '--search', '1'
+    status, out, err = run(*flags, '--formats', 'fp8:block=tensor', '--recipe-te', te, '--recipe-torchao', ao)
+    assert status == 0 and re.search(r'^search : \d+ of \d+ operands rounded', out, re.M)
+    layers = {layer: {operand: fmt for operand, fmt in Recipe.parse(out.splitlines()[-1].removeprefix('--quant ')).of(
+        layer, 'linear').items()} for layer in ('encoder.0.self_attention.q', 'encoder.0.feed_forward.w1', 'output')}
+    assert all(fmts for fmts in layers.values())
+    texts = te.read_text(), ao.read_text()
+    for text in texts:
+        assert text.startswith('# of checkpoint_') and '# search : ' in text
+        assert re.search(r'^# (\d+) operands of attention are rounded in pyops alone$', text, re.M)
+    assert r'"^(?:' in texts[0] and r'encoder\\.0\\.feed_forward\\.w1' in texts[0] and 'quant_format: FP8E4M3' in texts[0]
+    assert "        'encoder.0.feed_forward.w1'" in texts[1] and compile(texts[1], ao, 'exec')
+    told = re.findall(r'^\S+: (\d+) of \d+ rounded operands have no equivalent in (\w+), and stay unrounded there$', err, re.M)
+    assert [library for _, library in told] == ['TransformerEngine', 'torchao'] and int(told[0][0]) > 0
+
+
+def test_delayed_scaling_is_tried_with_the_amax_of_the_step(replay):
+    key = replay.operands[0]
+    assert key[1] == 'fwd.x' and replay.measure({key: formats.parse('fp8:delayed')}).cosine < 0.99999999
+    assert replay.measure({key: formats.parse('fp8:delayed=3')}) == replay.measure({key: formats.parse('fp8:delayed')})
+
+
 def test_bad_input_is_one_line_that_names_the_remedy(checkpoint, run, tmp_path):
     for arguments, want in (
             ((tmp_path / 'nowhere',), 'nowhere'),
@@ -171,6 +196,9 @@ def test_bad_input_is_one_line_that_names_the_remedy(checkpoint, run, tmp_path):
             ((checkpoint, '--operands', 'bwd'), '--operands bwd: no such operand'),
             ((checkpoint, '--operands', 'qk', '--layers', 'output'), 'have none of these operands'),
             ((checkpoint, '--recipe', tmp_path / 'r'), '--recipe: has no effect without --search PERCENT; add it'),
+            ((checkpoint, '--recipe-te', tmp_path / 'r'), '--recipe-te: has no effect without --search PERCENT; add it'),
+            ((checkpoint, '--search', '1', '--recipe-torchao', tmp_path / 'r'),
+             '--formats mxfp4,mxfp8: torchao has none of these, so --recipe-torchao would have an empty recipe; add one that'),
             ((checkpoint, '--search', '-1'), '--search: expected a finite number >= 0'),
             ((checkpoint, '--search', '1', '--formats', 'mxfp4:hadamard=16,mxfp8'), 'a search needs formats with the same')):
         status, out, err = run(*arguments, '-f', 'embedded', '--pairs', '4')
