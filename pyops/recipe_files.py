@@ -95,7 +95,7 @@ def _native_base(fmt: Format) -> Format | None:
 
 
 def _native_products(layers: Layers, native: _Native | None) -> set[tuple[str, str]]:
-    """Return the (layer, product) of which both operands have the formats of a recipe."""
+    """Return the (layer, product) whose operands both have the formats of a recipe."""
     return {(layer, product) for layer, fmts in layers.items() for product, operands in PRODUCTS.items()
             if native and all(native.has(operand, fmts.get(operand)) for operand in operands)}
 
