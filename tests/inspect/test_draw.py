@@ -215,7 +215,7 @@ def test_analyse_knows_errors_scales_and_padding():
     x[:, :, 32:] *= 2 ** -10
     mask = (np.arange(4)[:, None] < [4, 2, 1])[:, :, None]
     x[~np.broadcast_to(mask, x.shape)] = 1e6        # rubbish behind the ends of sentences must not be seen
-    fmts = [formats.parse(text) for text in ('mxfp8', 'bf16', 'hifp8:amax_target=8')]
+    fmts = [formats.parse(text) for text in ('mxfp8', 'bf16', 'hifp8:amax_target=8', 'fp8:delayed:margin=1', 'fp8:factor=0.5')]
     tensor = tensors.analyse(entry_of(x.shape, 'mxfp8'), x, mask, fmts)
     values = x[np.broadcast_to(mask, x.shape)]
     assert tensor.statistics['count'] == values.size == tensor.counts.sum() == tensor.histogram[1].sum()
@@ -226,12 +226,13 @@ def test_analyse_knows_errors_scales_and_padding():
         error = (formats.fake_quantize(x, fmt) - x).transpose(1, 0, 2).reshape(12, 64)
         assert (rounded.error == np.where(padding, 0, error)).all()
         assert rounded.statistics['sqnr_db'] == statistics.quantization(x, fmt, -1, mask)['sqnr_db']
-    mx, bf16, target = tensor.rounded
+    mx, bf16, target, delayed, fixed = tensor.rounded
     blocks = np.abs(x).transpose(1, 0, 2).reshape(12, 2, 32).max(2)
     want = np.floor(np.log2(blocks)).repeat(32, 1) - 8
     assert (mx.scales[~padding] == want[~padding]).all() and bf16.scales is None
     assert mx.exponents == tuple(np.quantile(want[~padding], (0, 0.5, 1)))
     assert target.exponents[1] == math.log2(1e6 / 8)
+    assert delayed.exponents[1] == math.log2(1e6 / 224) and fixed.exponents[1] == 1
     assert tensor.kind == 'activations' and tensors.subtitle_of(entry_of((4, 3, 64), 'mxfp8')).endswith('trained with mxfp8')
 
 

@@ -375,7 +375,8 @@ def test_runs_ranks_and_samples_are_apart_on_the_page(tmp_path, browser, torch):
 @pytest.mark.parametrize('shape', [(), (0,), (5,), (1, 1), (3, 0), (2, 3, 4, 5)])
 def test_tensors_of_any_shape_have_a_detail(shape):
     for fill in (0.0, 3.0, np.nan, 1e38, 1e-44):
-        detail = payload.detail(np.full(shape, fill, np.float32), None, -1, ('mxfp8', 'hifp8', 'nvfp4:block=2x16', 'int8'))
+        detail = payload.detail(np.full(shape, fill, np.float32), None, -1, ('mxfp8', 'hifp8', 'nvfp4:block=2x16', 'int8',
+                                                                                 'fp8:delayed'))
         json.dumps(detail, allow_nan=False)
         assert sum(detail['counts']) == (np.prod(shape) if np.isfinite(fill) else 0)
 

@@ -35,7 +35,8 @@ EXPECTED_SQNR = {
                 'mxfp8:elem=e5m2': 25.3, 'mxfp8:elem=e5m2:scale=rceil': 25.6, 'mxfp4': 18.0, 'mxfp4:scale=rceil': 17.6,
                 'mxfp4:scale=even': 18.1}}
 ALL = [*formats.FORMATS, *formats.ELEMENTS, 'mxfp8:elem=e5m2:scale=rceil:block=16', 'fp16:saturate', 'hifp8:amax_target=8',
-       'mxfp4:round=stochastic', 'mxfp6', 'nvfp4', 'int8:block=row', 'fp8:block=4x32', 'mxint8:block=2x16']
+       'mxfp4:round=stochastic', 'mxfp6', 'nvfp4', 'int8:block=row', 'fp8:block=4x32', 'mxint8:block=2x16',
+       'fp8:delayed:margin=2', 'int8:factor=20.7']
 
 
 @pytest.mark.parametrize('data', EXPECTED_SQNR)
@@ -76,7 +77,7 @@ def formulas(x, f, axis, mask):
     """The formulas of docs/inspect.md over whole arrays."""
     flat, axis = (x.reshape(-1, x.shape[-1]), 0) if axis == 'tokens' else (x, axis)
     q = formats.fake_quantize(flat, f, axis)
-    codes = formats.encode(flat, f, axis) if f.is_block or f.option('amax_target') else None
+    codes = formats.encode(flat, f, axis) if f.is_block or f.has_factor else None
     scale = np.ones_like(flat, np.float64)
     if f.is_scaled:
         scale = formats.element_scales(flat, f, axis)
