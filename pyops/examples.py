@@ -26,7 +26,7 @@ COMMANDS = {
                         ('tensors --layers "encoder.*" --sort overflow', '')],
     'inspect products': [('tensors --formats none,mxfp8', 'errors of products in each pair of formats')],
     'inspect sensitivity': [('ckpt --formats mxfp4', 'which operand may be rounded'),
-                            ('ckpt --search 1 --recipe recipe.json', 'the cheapest recipe within 1 % of the loss')],
+                            ('ckpt --search 1 --recipe recipe.txt', 'the cheapest recipe within 1 % of the loss')],
     'serve': [('ckpt', 'translations at http://127.0.0.1:8000'), ('ckpt --compute int8 --port 9000', '')],
     'replay': [('action_0.safetensors', 'the call that made a NaN, again')],
     'rewind': [('ckpt --step 1234', 'list the tensors of a past step'),
