@@ -25,7 +25,7 @@ import tempfile
 
 import numpy as np
 
-from pyops.errors import UserError
+from pyops.errors import UserError, printable
 from pyops.files import write_atomically
 
 SUFFIX = '.safetensors'
@@ -39,6 +39,7 @@ _PART = re.compile(r'.+' + re.escape(SUFFIX) + r'_part_[a-z]+')         # of scr
 _TEMPORARY = re.compile(r'\..+' + re.escape(SUFFIX) + r'\.(\d+)\.tmp')
 _TIME = '%Y%m%d_%H%M%S'
 _MOST_OTHERS = 3                    # foreign files that get a warning each
+_SHOWN = 200                        # characters of a library's message in ours
 _HEADER_LIMIT = 100_000_000         # bytes; safetensors itself refuses a longer header
 
 
@@ -82,16 +83,20 @@ def load(path, mapped=False, parameters_only=False):
     """
     path = os.fspath(path)
     metadata, header, start = _read_header(path)
+    checksum = 'sha256'
     try:
         tensors = mapped and _mapped(path, header, start) or _read(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _Damaged(f'{path}: damaged checkpoint ({error})') from error
-    checksum = 'sha256'
-    if parameters_only and 'parameters_sha256' in metadata:
-        tensors, checksum = _parameters(tensors), 'parameters_sha256'
-    if _digest(tensors, metadata['state'] + metadata.get('name', '')) != metadata.get(checksum):
+        if parameters_only and 'parameters_sha256' in metadata:
+            tensors, checksum = _parameters(tensors), 'parameters_sha256'
+        digest = _digest(tensors, metadata['state'] + metadata.get('name', ''))     # a text may be no Unicode
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise _Damaged(f'{path}: damaged checkpoint ({printable(error)[:_SHOWN]})') from error
+    if digest != metadata.get(checksum):
         raise _Damaged(f'{path}: damaged checkpoint: its content does not have the SHA-256 noted when it was saved')
-    return tensors, json.loads(metadata['state'])
+    try:
+        return tensors, json.loads(metadata['state'])
+    except (ValueError, RecursionError) as error:           # another program can write one that has the SHA-256
+        raise _Damaged(f'{path}: damaged checkpoint: its state is no JSON') from error
 
 
 def name(epoch, now=None):
@@ -171,6 +176,8 @@ def _read_header(path):
         metadata = header.pop('__metadata__', {})
         expected_size = 8 + length + max((tensor['data_offsets'][1] for tensor in header.values()), default=0)
         ours = metadata.get('format') == FORMAT
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise TypeError
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise _Damaged(f'{path}: not a safetensors file', 'expected a checkpoint that this program saved') from error
     if size != expected_size:
@@ -269,8 +276,9 @@ def check_program(found, program):
     """Print the warnings about the checkpoint found.  UserError if it belongs to another program."""
     for warning in found.warnings:
         print(warning, file=sys.stderr)
-    if found.path is not None and found.state.get('program') != program:
-        raise UserError(f'{found.path}: a checkpoint of {found.state.get("program")}, not of {program}; give another with -c')
+    other = found.state.get('program') if isinstance(found.state, dict) else None
+    if found.path is not None and other != program:
+        raise UserError(f'{found.path}: a checkpoint of {printable(other)[:_SHOWN]}, not of {program}; give another with -c')
     if found.path is not None:
         check_padding(found.path, found.state)
 

@@ -92,7 +92,8 @@ class Timeline:
 
     def __init__(self, folder: PathLike) -> None:
         self.folder = Path(folder)
-        found = sorted(self.folder.glob('steps_*.jsonl'), key=lambda path: path.stat().st_mtime_ns)
+        found = sorted((path for path in self.folder.glob('steps_*.jsonl') if path.is_file()),
+                       key=lambda path: path.stat().st_mtime_ns)
         if not found:
             raise UserError(f'{self.folder}: has no record of the steps of a run (steps_RUN.jsonl); expected the folder that '
                             '-c named in training')
@@ -106,7 +107,7 @@ class Timeline:
         self.saved: list[tuple[int, Path]] = []
         for line in lines:
             self._read(line)
-        self.saved = sorted((step, path) for step, path in self.saved if path.exists())
+        self.saved = sorted((step, path) for step, path in self.saved if os.path.exists(path))
         if not self.sessions:
             raise UserError(f'{found[-1]}: has no record of a start of training; expected a file that training wrote')
 
@@ -114,14 +115,16 @@ class Timeline:
         """Apply the event in a line.  Damaged lines are ignored: a kill or a full disk can leave them."""
         try:
             event = json.loads(line)
-            if 'session' in event:
-                first = int(event.pop('session'))
-                self.sessions = [session for session in self.sessions if session.first < first] + [Session(first, event)]
-                self.saved = [(step, path) for step, path in self.saved if step <= first]
-            else:
-                self.saved.append((int(event['step']), self.folder / str(event['saved'])))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            pass
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(event, dict):
+            return
+        first, step, name = event.pop('session', None), event.get('step'), event.get('saved')
+        if type(first) is int and first >= 0:
+            self.sessions = [session for session in self.sessions if session.first < first] + [Session(first, event)]
+            self.saved = [(step, path) for step, path in self.saved if step <= first]
+        elif type(step) is int and step >= 0 and isinstance(name, str) and name and os.path.basename(name) == name:
+            self.saved.append((step, self.folder / name))
 
     def __len__(self) -> int:
         return len(self.values)

@@ -1,6 +1,7 @@
 """Checkpoints: bit-exact round trips, every way a file can be bad, full disks, and kills in the middle of a save."""
 import datetime
 import errno
+import hashlib
 import json
 import os
 import random
@@ -140,6 +141,45 @@ def foreign_files():
             'no version': (save({}, metadata={'format': checkpoint.FORMAT, 'state': '{}'}), 'damaged'),
             'no checksum': (save({}, metadata={'format': checkpoint.FORMAT, 'version': '1', 'state': '{}'}), 'SHA-256'),
             'newer': (save({}, metadata={'format': checkpoint.FORMAT, 'version': '3', 'state': '{}'}), 'version 3')}
+
+
+def signed(state, text):
+    """Return a checkpoint without tensors whose state is this text of JSON, and whose SHA-256 is that of `text`."""
+    header = (f'{{"__metadata__": {{"format": "{checkpoint.FORMAT}", "version": "2", "state": {state}, "name": "", '
+              f'"sha256": "{hashlib.sha256(text.encode()).hexdigest()}"}}}}').encode()
+    return struct.pack('<Q', len(header)) + header
+
+
+@pytest.mark.parametrize('mapped', [False, True])
+@pytest.mark.parametrize('state, text, want', [
+    ('[1]', '', 'not a safetensors file'), ('null', '', 'not a safetensors file'), (r'"\ud800"', '', 'damaged checkpoint'),
+    ('"{"', '{', 'its state is no JSON'), (f'"{"[" * 100_000}"', '[' * 100_000, 'its state is no JSON')],
+    ids=['list', 'null', 'surrogate', 'cut', 'deep'])
+def test_a_state_that_is_no_text_or_no_json_is_damage(tmp_path, state, text, want, mapped):
+    path = tmp_path / 'a.safetensors'
+    path.write_bytes(signed(state, text))
+    assert want in error_of(checkpoint.load, path, mapped=mapped)
+    assert checkpoint.find(tmp_path).path is None
+    path.write_bytes(signed('"[1]"', '[1]'))
+    assert checkpoint.load(path, mapped) == ({}, [1])
+    with pytest.raises(UserError, match='a checkpoint of None, not of transformer'):
+        checkpoint.check_program(checkpoint.find(tmp_path), 'transformer')
+
+
+@pytest.mark.parametrize('shape, offsets', [('[0,4611686018427387904]', '[0,0]'), ('[-1]', '[0,0]'), ('[0.5]', '[0,0]'),
+                                            ('"0"', '[0,0]'), ('[0]', f'[{1 << 70},{1 << 70}]'), ('[0]', '[0,1e999]')])
+def test_impossible_sizes_are_damage(tmp_path, shape, offsets):
+    path = tmp_path / 'a.safetensors'
+    checkpoint.save(path, {'key\x1b': np.zeros(0, np.float32)}, STATE)
+    data = path.read_bytes()
+    header = data[8:].replace(b'"shape":[0]', f'"shape":{shape}'.encode()).replace(
+        b'"data_offsets":[0,0]', f'"data_offsets":{offsets}'.encode())
+    assert header != data[8:]
+    path.write_bytes(struct.pack('<Q', len(header)) + header)
+    for mapped in (False, True):
+        message = error_of(checkpoint.load, path, mapped=mapped)
+        assert 'damaged' in message or 'truncated' in message
+        assert message.isprintable()
 
 
 @pytest.mark.parametrize('kind', foreign_files())

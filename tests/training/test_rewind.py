@@ -188,6 +188,30 @@ def test_a_resume_from_an_earlier_step_drops_the_later_steps_and_their_checkpoin
     assert [part[1:] for part in timeline.parts(1, 2)] == [(1, 2)]
 
 
+@pytest.mark.parametrize('line', [
+    '{"session": 1e999}', '{"session": -1}', '{"session": true}', '{"session": "0"}', '{"session": null}', '"session"', '[]',
+    f'{{"saved": "{"a" * 5000}", "step": 0}}', '{"saved": "../a", "step": 0}', '{"saved": "/dev/null", "step": 0}',
+    r'{"saved": "\u0000", "step": 0}', '{"saved": 3, "step": 0}', '{"saved": "a", "step": 1e999}', '[' * 100_000,
+    '{"session": ' + '9' * 5000 + '}', '\udcff'], ids=lambda line: line[:30])
+def test_a_line_that_is_no_event_is_ignored(tmp_path, line):
+    (tmp_path / 'a').touch()
+    (tmp_path.parent / 'a').touch()
+    with StepLog(tmp_path, 'id', 0, {'flags': ['one']}) as log:
+        log.add([(1.0, 0, 0.5)])
+        log.saved(tmp_path / 'a', 1)
+    with open(tmp_path / 'steps_id.jsonl', 'a', errors='surrogateescape') as file:
+        file.write(line + '\n')
+    timeline = Timeline(tmp_path)
+    assert timeline.sessions == [(0, {'flags': ['one']})] and timeline.saved == [(1, tmp_path / 'a')]
+
+
+def test_an_index_that_is_no_file_is_passed_over(tmp_path):
+    (tmp_path / 'steps_id.jsonl').symlink_to('nowhere')
+    (tmp_path / 'steps_di.jsonl').mkdir()
+    with pytest.raises(UserError, match='has no record of the steps of a run'):
+        Timeline(tmp_path)
+
+
 def test_a_run_continued_in_another_folder_needs_a_checkpoint_there(tmp_path):
     with StepLog(tmp_path, 'id', 5, {}) as log:
         log.add([(1.0, 0, 0.5)])
