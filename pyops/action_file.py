@@ -6,24 +6,29 @@ are kept; the call is in the metadata, as JSON.
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops import backend
 from pyops.backend import library, location
-from pyops.backend.device import HOST_ARGUMENTS
-from pyops.errors import UserError
+from pyops.backend.device import DTYPES, HOST_ARGUMENTS
+from pyops.errors import UserError, printable
 from pyops.files import write_atomically
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from pyops.backend.library import Argument
     from pyops.plan import Action, Plan
     from pyops.typing import PathLike
 
 FORMAT, VERSION = 'pyops action', 1
 WORKSPACE = 'work'              # an argument whose content before the call has no meaning
+_ITEM = {'bfloat16': 2} | {dtype.name: dtype.itemsize for dtype in DTYPES.values()}     # bytes of an element
+_MOST = 1 << 47                 # bytes of a range, and elements of an array: no machine has more memory
 
 
 class Memory(NamedTuple):
@@ -75,7 +80,7 @@ def save(path: Path, action: Action, memory: Memory, about: dict[str, Any]) -> P
 
 
 def load(path: PathLike) -> tuple[dict[str, Any], list[np.ndarray | int]]:
-    """Return the call in a file, and its ranges of memory.   UserError for any other file"""
+    """Return the call in a file, and its ranges of memory.   UserError for any other file, and if an array exceeds its range"""
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, 'numpy') as file:
@@ -83,13 +88,75 @@ def load(path: PathLike) -> tuple[dict[str, Any], list[np.ndarray | int]]:
             if metadata.get('format') != FORMAT:
                 raise UserError(f'{path}: expected a file of --check-finite, got another file of tensors')
             if metadata.get('version') != str(VERSION):
-                raise UserError(f'{path}: format version {metadata.get("version")}, and this program reads {VERSION}; '
-                                'update pyops')
+                raise UserError(f'{path}: format version {printable(metadata.get("version"))[:20]}, and this program reads '
+                                f'{VERSION}; update pyops')
             call = json.loads(metadata['call'])
-            ranges = [file.get_tensor(str(i)) if str(i) in file.keys() else nbytes for i, nbytes in enumerate(call['ranges'])]
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise UserError(f'{path}: cannot be read ({error}); expected a file that --check-finite saved') from error
+            _require(isinstance(call, dict) and _is_list(call.get('ranges'), lambda size: _is_count(size)), 'ranges')
+            names = set(file.keys())
+            ranges = [file.get_tensor(str(i)) if str(i) in names else size for i, size in enumerate(call['ranges'])]
+        _check(call, ranges)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f'{path}: cannot be read ({printable(error)[:200]}); expected a file that --check-finite saved') \
+            from error
     return call, ranges
+
+
+def _check(call: dict[str, Any], ranges: list[np.ndarray | int]) -> None:
+    """Raise ValueError unless a call has the structure that `save` writes, and its arrays are within their ranges."""
+    _require(isinstance(call.get('kernel'), str) and isinstance(call.get('about'), dict), 'kernel')
+    _require(isinstance(call.get('device'), str) and isinstance(call.get('isa'), str), 'device')
+    for size, part in zip(call['ranges'], ranges, strict=True):
+        _require(isinstance(part, int) or part.dtype == np.uint8 and part.shape == (size,), 'ranges')
+    arrays = call.get('arrays')
+    _require(isinstance(arrays, dict), 'arrays')
+    for name, place in arrays.items():
+        _require(isinstance(place, dict) and _is_within(place, call['ranges']), f'array {name}')
+    _require(_is_list(call.get('values'), lambda value: _is_value(value, arrays)), 'values')
+
+
+def _require(condition: bool, name: str) -> None:
+    if not condition:
+        raise ValueError(f'damaged: {name}')
+
+
+def _is_list(value: Any, check: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(check, value))
+
+
+def _is_count(value: Any, most: int = _MOST) -> bool:
+    return type(value) is int and 0 <= value < most
+
+
+def _is_within(place: dict[str, Any], sizes: list[int]) -> bool:
+    """Return whether the place of an array has all its facts, and its elements are in a range."""
+    number, offset, shape, strides = (place.get(key) for key in ('range', 'offset', 'shape', 'strides'))
+    item = _ITEM.get(str(place.get('dtype')))
+    if not (item and _is_count(number, len(sizes)) and _is_count(offset) and offset % item == 0 and _is_list(shape, _is_count)
+            and _is_list(strides, lambda step: type(step) is int and abs(step) < _MOST and step % item == 0)
+            and len(shape) == len(strides) and math.prod(filter(None, shape)) < _MOST):
+        return False
+    ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+    first, last = offset + sum(min(end, 0) for end in ends), offset + sum(max(end, 0) for end in ends)
+    return 0 in shape and offset <= sizes[number] or 0 <= first and last + item <= sizes[number]
+
+
+def _is_value(value: Any, arrays: dict[str, Any]) -> bool:
+    if isinstance(value, dict):
+        is_host = _is_list(value.get('host'), lambda number: type(number) is int and -1 << 63 <= number < 1 << 63)
+        return is_host if 'host' in value else isinstance(value.get('array'), str) and value['array'] in arrays
+    return value is None or isinstance(value, float) or isinstance(value, int) and -1 << 63 <= value < 1 << 64
+
+
+def _takes(argument: Argument, value: Any, arrays: dict[str, Any]) -> bool:
+    """Return whether a checked value is one for an argument of a kernel."""
+    if not argument.pointer:
+        return isinstance(value, int) or argument.type == 'float' and isinstance(value, float)
+    if not isinstance(value, dict):
+        return value is None
+    if ('host' in value) or (argument.name in HOST_ARGUMENTS):
+        return 'host' in value and argument.name in HOST_ARGUMENTS
+    dtype = arrays[value['array']]['dtype']
+    return bool(dtype == DTYPES[argument.type].name or argument.real and dtype == 'bfloat16')
 
 
 def replay(path: PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -99,9 +166,13 @@ def replay(path: PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[
     """
     call, ranges = load(path)
     known = library.cpu().functions.get(f'pyops_{call["kernel"]}')
-    if known is None or len(known.arguments) != len(call['values']) + 1:
-        raise UserError(f'{path}: this version has no kernel {call["kernel"]} with {len(call["values"])} arguments; '
-                        'use the version that saved it')
+    if known is None or len(known.arguments) != len(call['values']) + 1 or known.arguments[-1].name != 'stream':
+        raise UserError(f'{path}: this version has no kernel {printable(call["kernel"])[:100]} with {len(call["values"])} '
+                        'arguments; use the version that saved it')
+    for argument, value in zip(known.arguments, call['values'], strict=False):
+        if not _takes(argument, value, call['arrays']):
+            raise UserError(f'{path}: the value of {argument.name} does not suit the kernel {call["kernel"]} of this version; '
+                            'use the version that saved it')
     device = backend.current_device()
     memory = [device.buffer_of(np.zeros(part, np.uint8) if isinstance(part, int) else part) for part in ranges]
     host, values = [], []
@@ -146,10 +217,10 @@ def run(options):
     import pyops.ndarray  # noqa: F401      with PYOPS_BACKEND=gpu the import selects the GPU
     call, inputs, results = replay(options.file)
     about = call['about']
-    print(f'{about.get("layer", call["kernel"])}: kernel {call["kernel"]}, step {about.get("step", "unknown")}; '
-          f'saved on {call["device"]}, {call["isa"]}; now {backend.current_device()!r}, {backend.isa()}')
-    for line in about.get('batch', ()):
-        print(f'  {line}')
+    print(printable(f'{about.get("layer", call["kernel"])}: kernel {call["kernel"]}, step {about.get("step", "unknown")}; '
+                    f'saved on {call["device"]}, {call["isa"]}; now {backend.current_device()!r}, {backend.isa()}'))
+    for line in about.get('batch') or ():
+        print(f'  {printable(line)}')
     sizes = [(a.name, value) for a, value in zip(library.cpu().functions[f'pyops_{call["kernel"]}'].arguments, call['values'],
                                                  strict=False) if not a.pointer]
     print('  sizes   ' + ' '.join(f'{name}={value:g}' for name, value in sizes))

@@ -7,6 +7,7 @@ import pytest
 from arrays import gathered
 from places import get, put
 from random_programs import Program, Training
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from translation import TINY_TRANSFORMER, assert_same_training, newest
 
@@ -202,7 +203,8 @@ def test_a_step_without_an_update_or_a_log_is_refused():
 @pytest.mark.parametrize('content, problem', [
     (b'no tensors', 'cannot be read .*; expected a file that --check-finite saved'), (None, 'got another file of tensors'),
     ({'version': '99', 'call': '{}'}, 'format version 99, and this program reads 1; update pyops'),
-    ({'version': '1', 'call': json.dumps(dict(kernel='gone', values=[], arrays={}, ranges=[]))}, 'has no kernel gone with 0 ')])
+    ({'version': '1', 'call': json.dumps(dict(kernel='gone', values=[], arrays={}, ranges=[], about={}, device='', isa=''))},
+     'has no kernel gone with 0 ')])
 def test_a_file_that_is_no_call_is_refused(content, problem, tmp_path):
     path = tmp_path / 'file.safetensors'
     if isinstance(content, bytes):
@@ -210,6 +212,60 @@ def test_a_file_that_is_no_call_is_refused(content, problem, tmp_path):
     else:
         save_file({'x': np.zeros(1)}, path, content and {'format': action_file.FORMAT, **content})
     with pytest.raises(UserError, match=f'{path}: .*{problem}'):
+        action_file.replay(path)
+
+
+def changed_call(tmp_path, change):
+    """Write the call of a matrix product after change(call), and return the path."""
+    net = Net()
+    plan = net.planned().plan(BATCHES[0])
+    action = next(action for action in plan.replayed if action.kernel == 'gemm')
+    path = action_file.save(tmp_path / 'action.safetensors', action, action_file.memory_of(plan, action), {})
+    with safe_open(path, 'numpy') as file:
+        metadata = file.metadata()
+    call = json.loads(metadata['call'])
+    call = change(call) or call
+    save_file(load_file(path), path, metadata | {'call': call if isinstance(call, str) else json.dumps(call)})
+    return path
+
+
+CHANGES = {
+    'no call': lambda call: [1], 'deep': lambda call: '[' * 100_000, 'no JSON': lambda call: '{',
+    'no kernel': lambda call: call.update(kernel=['gemm']), 'about': lambda call: call.update(about='text'),
+    'device': lambda call: call.pop('device') and None, 'ranges': lambda call: call.update(ranges={}),
+    'negative range': lambda call: call['ranges'].append(-1), 'large range': lambda call: call['ranges'].append(1 << 62),
+    'other range': lambda call: call['ranges'].insert(0, 4), 'arrays': lambda call: call.update(arrays=[]),
+    'place': lambda call: call['arrays'].update(a=0), 'array': lambda call: call['arrays'].pop('a') and None,
+    'number': lambda call: call['arrays']['a'].update(range=99), 'bool': lambda call: call['arrays']['a'].update(range=True),
+    'offset': lambda call: call['arrays']['a'].update(offset=1 << 20),
+    'odd': lambda call: call['arrays']['a'].update(offset=1), 'back': lambda call: call['arrays']['a'].update(strides=[-20, 4]),
+    'stride': lambda call: call['arrays']['a'].update(strides=[1 << 12, 4]),
+    'shape': lambda call: call['arrays']['a'].update(shape=[1000, 1000]),
+    'empty': lambda call: call['arrays']['a'].update(shape=[0, 1 << 46, 1 << 46], strides=[4, 4, 4]),
+    'axes': lambda call: call['arrays']['a'].update(shape=[1]),
+    'objects': lambda call: call['arrays']['a'].update(dtype='object'),
+    'values': lambda call: call.update(values=3), 'text': lambda call: call['values'].__setitem__(-1, 'a'),
+    'host': lambda call: call['values'].__setitem__(0, {'host': [1 << 70]})}
+
+
+@pytest.mark.parametrize('name', CHANGES)
+def test_a_call_of_another_structure_is_refused(name, tmp_path):
+    path = changed_call(tmp_path, CHANGES[name])
+    with pytest.raises(UserError, match='cannot be read .*; expected a file that --check-finite saved'):
+        action_file.load(path)
+
+
+@pytest.mark.parametrize('change, problem', [
+    (lambda call: call.update(kernel='set_threads', values=[]), 'has no kernel set_threads with 0 arguments'),
+    (lambda call: call.update(kernel='\x1b[2J'), r'has no kernel \\x1b\[2J with'),
+    (lambda call: call['values'].__setitem__(0, 3), 'the value of c does not suit the kernel gemm'),
+    (lambda call: call['values'].__setitem__(0, {'host': [1]}), 'the value of c does not suit'),
+    (lambda call: call['arrays']['c'].update(dtype='int32'), 'the value of c does not suit'),
+    (lambda call: call['values'].__setitem__(-1, None), 'the value of .* does not suit')])
+def test_a_value_that_does_not_suit_the_kernel_is_refused(change, problem, tmp_path):
+    path = changed_call(tmp_path, change)
+    action_file.load(path)
+    with pytest.raises(UserError, match=problem):
         action_file.replay(path)
 
 
