@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, TypeGuard
 
 AXES_LIMIT = 32                     # numpy 1 supports no more
+_LARGEST = (1 << 63) // 8           # elements: numpy refuses more bytes, and does not count sizes of 0
 
 
 class Refused(Exception):
@@ -25,3 +27,9 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
 def is_count(value: object) -> TypeGuard[int]:
     """Return whether `value` is an integer from 0 to 2^53 - 1, which is exact in every JSON parser."""
     return type(value) is int and 0 <= value < 1 << 53      # bool is a subclass of int
+
+
+def is_shape(value: tuple[object, ...] | list[object]) -> TypeGuard[tuple[int, ...] | list[int]]:
+    """Return whether numpy has arrays with these sizes."""
+    sizes = [size for size in value if is_count(size)]
+    return len(sizes) == len(value) <= AXES_LIMIT and math.prod(filter(None, sizes)) < _LARGEST

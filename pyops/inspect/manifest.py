@@ -8,7 +8,7 @@ import stat
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pyops.errors import printable
-from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json
+from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, is_shape, parse_json
 from pyops.inspect.readers import SUFFIXES
 from pyops.inspect.writer import MANIFEST, VERSION
 
@@ -97,7 +97,8 @@ class Manifest:
             self.run = line
             self.origins.append(line['origin'] if line.get('origin') in ('pyops', 'torch') else 'file')
             if not isinstance(line.get('version'), int) or line['version'] > VERSION:
-                raise Refused(f'unsupported version {line.get("version")}; expected at most {VERSION}; update pyops')
+                version = printable(line.get('version'))[:20]
+                raise Refused(f'unsupported version {version}; expected at most {VERSION}; update pyops')
         elif kind == 'tensor':
             tensor = tensor_line(line)
             return {**tensor, 'run': max(self.runs - 1, 0), 'training': self._training_of(tensor['step'])}
@@ -127,8 +128,8 @@ def tensor_line(line: dict[str, Any]) -> dict[str, Any]:
     if os.path.basename(file) != file or file in ('', '.', '..') or os.path.splitext(file)[1] not in SUFFIXES:
         raise Refused(f'invalid file name {file!r}; expected a {", ".join(SUFFIXES)} file in the folder of the manifest')
     shape = _items(line, 'shape', lambda size: is_count(size))
-    if len(shape) > AXES_LIMIT:
-        raise Refused(f'shape has {len(shape)} axes; expected at most {AXES_LIMIT}')
+    if not is_shape(shape):
+        raise Refused(f'shape is {printable(shape)[:80]}; expected at most {AXES_LIMIT} axes and less than 2^63 bytes')
     fmt, options = _text(line, 'format'), line.get('options') or {}
     known = isinstance(options, dict) and known_format(fmt, tuple(sorted((key, str(options[key])) for key in options)))
     if not known:

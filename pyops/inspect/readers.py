@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 import numpy as np
 
 from pyops.errors import printable
-from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json
+from pyops.inspect.checks import Refused, is_count, is_shape, parse_json
 from pyops.inspect.torch_files import STORED, parse
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _safetensors_tensor(key: str, value: Any, size: int) -> tuple[Shape, str, in
     """Check one tensor of the header and return its shape, dtype and offset in the data."""
     try:
         shape, dtype, (begin, end) = tuple(value['shape']), value['dtype'], value['data_offsets']
-        is_valid = all(map(is_count, (*shape, begin, end))) and len(shape) <= AXES_LIMIT and begin <= end
+        is_valid = is_shape(shape) and is_count(begin) and is_count(end) and begin <= end
     except (TypeError, KeyError, ValueError):
         is_valid = False
     if not is_valid or not isinstance(dtype, str):

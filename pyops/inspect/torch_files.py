@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from pyops.inspect.checks import AXES_LIMIT, Refused, is_count
+from pyops.inspect.checks import Refused, is_count, is_shape
 
 PICKLE_LIMIT = 16 << 20             # bytes; far more than any writer needs, so a longer pickle is an attack or damage
 EXPANDED_LIMIT = 1 << 26            # elements of a tensor that is larger than its file because it repeats elements
@@ -37,6 +37,7 @@ STORED = {'float64': '<f8', 'float32': '<f4', 'float16': '<f2', 'bfloat16': '<u2
           'float8_e8m0fnu': 'u1', 'complex64': '<c8', 'complex128': '<c16'}
 _CODE = 'contains Python objects, which could run code; expected tensors only'
 _DAMAGED = 'damaged, or not a file of torch.save'
+_MISSING = 'truncated: a storage is missing'
 
 
 class Storage(NamedTuple):
@@ -57,6 +58,9 @@ class Stored(NamedTuple):
 
     def view(self, data: np.ndarray) -> np.ndarray:
         """Return the tensor, given its storage as bytes.  Refused if it exceeds the storage."""
+        item = np.dtype(STORED[self.dtype]).itemsize
+        if data.size % item:
+            raise Refused(f'damaged: a storage of {data.size} bytes, which are no whole elements of {self.dtype}')
         elements = data.view(STORED[self.dtype])
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         if 0 in self.shape:
@@ -91,7 +95,7 @@ def parse(file: BinaryIO, size: int) -> Contents:
         raise Refused(_DAMAGED) from error
     for key, tensor in list(tensors.items()):
         count = math.prod(tensor.shape)
-        if len(tensor.shape) > AXES_LIMIT or count > max(EXPANDED_LIMIT, size):
+        if not is_shape(tensor.shape) or count > max(EXPANDED_LIMIT, size):
             refused.append(f'a tensor of shape {tensor.shape} in a file of {size} bytes')
             del tensors[key]
     metadata = payload.get('metadata') if isinstance(payload, dict) else None
@@ -150,7 +154,7 @@ def _parse_zip(file: BinaryIO, size: int) -> tuple[Any, Callable[[Storage], np.n
 
     def fetch(storage: Storage) -> np.ndarray:
         if f'data/{storage.key}' not in records:
-            raise Refused('truncated: a storage is missing')
+            raise Refused(_MISSING)
         return _whole(read(f'data/{storage.key}'), storage)
 
     return _run(_Limited(io.BytesIO(read('data.pkl').tobytes()))), fetch
@@ -179,6 +183,8 @@ def _parse_legacy(file: BinaryIO, size: int) -> tuple[Any, Callable[[Storage], n
             raise Refused(f'truncated: {size} bytes, but the numbers of a tensor end at byte {position}')
 
     def fetch(storage: Storage) -> np.ndarray:
+        if storage.key not in starts:
+            raise Refused(_MISSING)
         file.seek(starts[storage.key] - 8)
         if int.from_bytes(file.read(8), 'little') != storage.size:
             raise Refused(_DAMAGED)

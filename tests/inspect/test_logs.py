@@ -286,6 +286,24 @@ def test_a_folder_for_each_rank(tmp_path):
 
 # ---- untrusted files -----------------------------------------------------------------------------------------------
 
+def test_an_empty_tensor_with_sizes_that_numpy_refuses_is_damaged(tmp_path):
+    write_safetensors(tmp_path / 'a.safetensors', {'a': {'dtype': 'F32', 'shape': [0, 1 << 40, 1 << 40],
+                                                         'data_offsets': [0, 0]}}, b'')
+    saved(tmp_path, 'b.safetensors')
+    logs = Logs(tmp_path)
+    assert len(logs.entries) == 1 and reason_of(logs, 'a.safetensors') == 'the header is damaged at a'
+
+
+def test_a_manifest_is_printed_without_control_characters(tmp_path):
+    name = saved(tmp_path)
+    line = {'kind': 'tensor', 'counter': 1, 'layer': 'a', 'layer_type': 'linear', 'index': 0, 'operation': 'forward',
+            'name': 'input', 'format': 'fp32', 'step': 0, 'file': name}
+    write_manifest(tmp_path, {'kind': 'run', 'version': '\x1b[2J' * 100}, {**line, 'shape': [0, 1 << 40, 1 << 40]})
+    reasons = [reason for file, reason in Logs(tmp_path).skipped if file.startswith('manifest.jsonl:')]
+    assert reasons == ['unsupported version \\x1b[2J\\x1b[2J\\x1b[2; expected at most 1; update pyops',
+                       'shape is [0, 1099511627776, 1099511627776]; expected at most 32 axes and less than 2^63 bytes']
+
+
 class Attack:
     """An object whose pickle creates a directory when it is loaded."""
 

@@ -143,3 +143,20 @@ def test_a_record_of_the_zip_cannot_claim_more_bytes_than_the_file(tmp_path, tor
     assert list_tensors(str(tmp_path / 'b.pt'))[0][1] == (1000,)
     with pytest.raises(Refused, match='truncated: a storage is missing'):
         read(str(tmp_path / 'b.pt'), '')
+
+
+@pytest.mark.parametrize('values, old, new, problem', [
+    (np.arange(6.0), b'\x80\x02]q', pickle.dumps([], 2) + b'\x80\x02]q', 'truncated: a storage is missing'),
+    (np.empty((0, 3, 1)), b'K\0K\x03K\x01\x87', b'(K\0' + 2 * (b'\x8a\x06' + (1 << 40).to_bytes(6, 'little')) + b't',
+     'a tensor of shape'),
+    (np.arange(3, dtype=np.uint8), b')Rq\tt', b')Rq\tctorch\nfloat32\nt', 'a storage of 3 bytes, which are no whole elements')],
+    ids=['order', 'empty', 'bytes'])
+def test_a_storage_that_does_not_suit_its_tensor_is_refused(tmp_path, torch, values, old, new, problem):
+    path = tmp_path / 'a.pt'
+    torch.save(torch.from_numpy(values), path, _use_new_zipfile_serialization=False)
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    function = b'_rebuild_tensor_v3' if b'float32' in new else b'_rebuild_tensor_v2'
+    path.write_bytes(data.replace(old, new).replace(b'_rebuild_tensor_v2', function))
+    with pytest.raises(Refused, match=problem):
+        read(str(path), list_tensors(str(path))[0][0])
