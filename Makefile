@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -317,6 +317,10 @@ asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and Und
 SECONDS ?= 60
 soak: cpu .venv/test-ready ## train random programs for SECONDS, with plans, threads and other memory: the bits must be equal
 	.venv/bin/python -m scripts.soak --seconds $(SECONDS)
+
+MINUTES ?= 1
+fuzz: cpu .venv/test-ready ## give random inputs to all readers for MINUTES: each must be read or refused with one line
+	.venv/bin/python -m scripts.fuzz --minutes $(MINUTES)
 
 mutants: cpu .venv/test-ready ## replace every kernel of the op table by wrong ones: its tests must fail each time
 	.venv/bin/python -m scripts.mutants

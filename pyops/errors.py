@@ -17,7 +17,13 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EI
 
 
 class UserError(Exception):
-    """Bad input: a file, a flag, a missing tool.  The text is one line: what failed, what is accepted, how to fix it."""
+    """Bad input: a file, a flag, a missing tool.  The text is one line: what failed, what is accepted, how to fix it.
+
+    It may quote a file of another person: control characters are escaped, so that none reaches a terminal.
+    """
+
+    def __str__(self) -> str:
+        return printable(' '.join(filter(None, map(str.strip, super().__str__().split('\n')))))
 
 
 def require(program: str, package: str, extra: str) -> None:

@@ -11,7 +11,7 @@ import sys
 
 from pyops import COMPUTE_TYPES, CPU_PRECISIONS, PRECISIONS, __version__, examples
 from pyops.environment import backend_name
-from pyops.errors import UserError
+from pyops.errors import UserError, printable
 from pyops.programs import command as module_command
 
 
@@ -63,7 +63,7 @@ class ArgumentParser(argparse.ArgumentParser):
             raise
 
     def error(self, message):
-        message = ' '.join(message.removeprefix('argument ').split())
+        message = printable(' '.join(message.removeprefix('argument ').split()))
         self.exit(2, f'{self.prog}: error: {message}{" See" if message.endswith("?") else "; see"} --help\n')
 
     def group(self, title, description=None):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import _cffi_backend  # the part of cffi that calls C; the part that parses C is imported when it is needed
 
 from pyops import cache
-from pyops.errors import UserError
+from pyops.errors import UserError, printable
 
 ABI_VERSION = 10
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -41,15 +41,19 @@ class Function(NamedTuple):
 def declarations(header):
     """Return the header text for cffi, without preprocessor lines, linkage block and visibility macros."""
     text = re.sub(r'#ifdef __cplusplus.*?#endif', '', header, flags=re.S)
-    text = re.sub(r'^\s*#.*$', '', text, flags=re.M)
+    text = re.sub(r'^[ \t]*#.*$', '', text, flags=re.M)
     return text.replace('PYOPS_API ', '')
 
 
 def functions(header):
-    """Return {name: Function} for all prototypes in the text of a header."""
+    """Return {name: Function} for all prototypes in the text of a header.   ValueError for an argument that is none"""
     text = re.sub(r'/\*.*?\*/', '', declarations(header), flags=re.S)
     found = {}
-    for result, name, arguments in re.findall(r'([\w ]+?[\s*]+)(pyops_\w+)\(([^)]*)\);', text):
+    for statement in text.split(';'):
+        prototype = re.fullmatch(r'([\w\s*]*?[\s*])(pyops_\w+)\(([^)]*)\)', statement.strip())
+        if not prototype:
+            continue
+        result, name, arguments = prototype.groups()
         parsed = []
         for argument in arguments.split(','):
             match = re.fullmatch(r'\s*(const\s+)?(\w+)(\s*\*\s*|\s+)(\w+)\s*', argument)
@@ -58,7 +62,7 @@ def functions(header):
                 real = type_ == 'pyops_real'
                 parsed.append(Argument(argument_name, 'float' if real else type_, '*' in star, bool(const), real))
             elif argument.strip() != 'void':
-                raise ValueError(f'pyops.h: cannot read the argument {argument.strip()!r} of {name}')
+                raise ValueError(f'pyops.h: cannot read the argument {printable(argument.strip())[:100]!r} of {name[:100]}')
         found[name] = Function(' '.join(result.split()), tuple(parsed))
     return found
 

@@ -155,7 +155,8 @@ class Application:
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         headers = dict(error.headers or {})
-        lines = {404: 'no such page; see /docs', 405: f'{request.method}: expected {headers.get("Allow", "another method")}'}
+        lines = {404: 'no such page; see /docs',
+                 405: f'{printable(request.method)[:20]}: expected {headers.get("Allow", "another method")}'}
         return _json({'error': lines.get(error.status_code, error.detail)}, error.status_code, headers)
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]],

@@ -61,17 +61,20 @@ class Packed:
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
+        path = self.folder / CONTENT
         try:
-            self.content: dict[str, Any] = json.loads((self.folder / CONTENT).read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f'{self.folder / CONTENT}: cannot be read ({error}); pack the corpus again') from error
-        if self.content.get('format') != FORMAT:
-            raise UserError(f'{self.folder / CONTENT}: format {self.content.get("format")}, expected {FORMAT}; pack the corpus '
-                            'again with this version of pyops')
+            self.content: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f'{path}: cannot be read ({error}); pack the corpus again') from error
+        found = self.content.get('format') if isinstance(self.content, dict) else None
+        if found != FORMAT:
+            raise UserError(f'{path}: format {found}, expected {FORMAT}; pack the corpus again with this version of pyops')
+        if not _is_content(self.content):
+            raise UserError(f'{path}: damaged: facts about the settings or the parts are missing; pack the corpus again')
 
     def vocabularies(self) -> Any:
         """Return the tokenizers of sources and targets."""
-        return restore(self.content['vocabularies'])
+        return restore(self.content.get('vocabularies'))
 
     def pairs(self, part: str) -> Pairs:
         """Return the pairs of 'train' or 'validation', none if the folder does not have this part.  UserError if a file is
@@ -84,12 +87,33 @@ class Packed:
             path = self.folder / f'{part}.{table}.npy'
             try:
                 array = np.load(path, mmap_mode='r')
-            except (OSError, ValueError) as error:
+            except Exception as error:      # numpy parses the header with Python's tokenizer, which raises its own errors
                 raise UserError(f'{path}: cannot be mapped ({error}); pack the corpus again') from error
+            dtype = np.int64 if table.endswith('starts') else np.int32
+            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
+                raise UserError(f'{path}: expected one axis of {dtype.__name__}; pack the corpus again')
             if len(array) != about['lengths'][table]:
                 raise UserError(f'{path}: has {len(array)} elements, expected {about["lengths"][table]}; pack the corpus again')
+            if dtype is np.int64 and not _are_starts(array, len(arrays[-1])):
+                raise UserError(f'{path}: damaged: the sentences do not follow each other; pack the corpus again')
             arrays.append(array)
         return MappedPairs(Ragged(*arrays[:2]), Ragged(*arrays[2:]), longest, about['hash'])
+
+
+def _is_content(content: dict[str, Any]) -> bool:
+    """Return whether the JSON of a folder has the structure that pack() writes."""
+    settings, parts = content.get('settings'), content.get('parts')
+    if not (isinstance(settings, dict) and isinstance(parts, dict)):
+        return False
+    steps = settings.get('num_steps')
+    return type(steps) is int and steps > 0 and all(
+        isinstance(part, dict) and isinstance(part.get('hash'), str) and isinstance(part.get('lengths'), dict)
+        and all(type(part['lengths'].get(table)) is int for table in TABLES) for part in parts.values())
+
+
+def _are_starts(starts: np.ndarray, count: int) -> bool:
+    """Return whether these are the positions of sentences of `count` ids in all: kernels read what is between them."""
+    return bool(len(starts) and starts[0] == 0 and starts[-1] == count and (np.diff(starts) >= 0).all())
 
 
 def pack(path: str, folder: str, settings: dict[str, Any], validation: str | None = None) -> str:

@@ -101,7 +101,7 @@ class Subwords:
             self._pieces = [b''] * len(SPECIALS) + [bytes(byte_of[c] for c in name) for name in names[len(SPECIALS):]]
             self._bytes = np.array([ids[character] for character in _CHARACTERS], np.int32)
             parts = np.array([(ids[a], ids[b], ids[a + b]) for a, b in merges], np.int64).reshape(-1, 3)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise UserError(f'subwords: not a byte-level BPE of tokenizers ({type(error).__name__}: {error}); '
                             'train it from its corpus again') from error
         # The base exceeds all ids and the id of padding, len(self): a key identifies a pair.

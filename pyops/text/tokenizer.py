@@ -88,12 +88,17 @@ def states(tokenizers):
 
 
 def restore(states):
-    """Return the tokenizers of sources and targets from a value of `states`."""
-    source, target = (_restored(states[side]) for side in ('source', 'target'))
+    """Return the tokenizers of sources and targets from a value of `states`.   UserError if it is damaged"""
+    try:
+        source, target = (_restored(states[side]) for side in ('source', 'target'))
+    except (KeyError, TypeError) as error:
+        raise UserError('vocabularies: damaged: expected the tokenizers of sources and targets; make the file again') from error
     return source, source if target is None else target
 
 
 def _restored(state):
     if isinstance(state, dict):
         return Pieces.restore(state) if 'spm' in state else Subwords(state['bpe'])
+    if state is not None and not all(isinstance(token, str) for token in state):
+        raise TypeError
     return None if state is None else Vocabulary(state)
