@@ -91,6 +91,8 @@ def restore(states):
     """Return the tokenizers of sources and targets from a value of `states`.   UserError if it is damaged"""
     try:
         source, target = (_restored(states[side]) for side in ('source', 'target'))
+        if source is None:
+            raise TypeError
     except (KeyError, TypeError) as error:
         raise UserError('vocabularies: damaged: expected the tokenizers of sources and targets; make the file again') from error
     return source, source if target is None else target

@@ -9,6 +9,7 @@ import bz2
 import contextlib
 import functools
 import gzip
+import importlib.util
 import io
 import json
 import lzma
@@ -157,7 +158,7 @@ def _folders(path):
 def _packed_folders(folder):
     text, found = folder / 'text', []
     text.write_bytes(TEXT)
-    for tokenizer in ('word', 'bpe'):
+    for tokenizer in ('word', 'bpe') if importlib.util.find_spec('tokenizers') else ('word',):
         pack(str(text), str(folder / tokenizer), dict(tokenizer=tokenizer, min_count=1, vocabulary=265, num_steps=8),
              str(text) if tokenizer == 'bpe' else None)
         found.append(_folders(folder / tokenizer))

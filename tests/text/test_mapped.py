@@ -123,3 +123,40 @@ def test_bad_texts_and_damaged_folders_are_refused(text, tmp_path, monkeypatch):
     (folder / mapped.CONTENT).write_text('{')
     with pytest.raises(UserError, match='pairs.json: cannot be read .*; pack the corpus again'):
         mapped.Packed(folder)
+
+
+@pytest.mark.parametrize('change', [
+    lambda content: [content], lambda content: content | {'parts': []}, lambda content: content | {'parts': {'train': 3}},
+    lambda content: content | {'settings': {'num_steps': 0}}, lambda content: content | {'settings': None},
+    lambda content: content['parts']['train'].pop('hash') and content,
+    lambda content: content['parts']['train']['lengths'].pop('labels.ids') and content])
+def test_an_index_of_another_structure_is_refused(change, text, tmp_path):
+    mapped.pack(text, tmp_path / 'packed', SETTINGS)
+    index = tmp_path / 'packed' / mapped.CONTENT
+    index.write_text(json.dumps(change(json.loads(index.read_text()))))
+    with pytest.raises(UserError, match=f'{index}: .*; pack the corpus again'):
+        mapped.Packed(tmp_path / 'packed')
+
+
+@pytest.mark.parametrize('state', [None, {}, {'source': None, 'target': None}, {'source': [3], 'target': None},
+                                   {'source': 3, 'target': None}, {'source': {}, 'target': None},
+                                   {'source': {'bpe': '[' * 100_000}, 'target': None}], ids=lambda state: str(state)[:40])
+def test_a_damaged_state_of_the_tokenizers_is_refused(state, text, tmp_path):
+    mapped.pack(text, tmp_path / 'packed', SETTINGS)
+    index = tmp_path / 'packed' / mapped.CONTENT
+    index.write_text(json.dumps(json.loads(index.read_text()) | {'vocabularies': state}))
+    with pytest.raises(UserError, match='again$'):
+        mapped.Packed(tmp_path / 'packed').vocabularies()
+
+
+@pytest.mark.parametrize('change, problem', [
+    (lambda starts: starts.astype(np.int32), 'expected one axis of int64'),
+    (lambda starts: starts.reshape(1, -1), 'expected one axis of int64'),
+    (lambda starts: starts + 1, 'the sentences do not follow each other'),
+    (lambda starts: np.concatenate([starts[:5], starts[4:5] + 10 ** 9, starts[6:]]), 'the sentences do not follow each other')])
+def test_sentences_outside_the_ids_are_refused(change, problem, text, tmp_path):
+    mapped.pack(text, tmp_path / 'packed', SETTINGS)
+    path = tmp_path / 'packed' / 'train.labels.starts.npy'
+    np.save(path, change(np.load(path)))
+    with pytest.raises(UserError, match=f'{path}: .*{problem}; pack the corpus again'):
+        mapped.Packed(tmp_path / 'packed').pairs('train')
