@@ -286,7 +286,8 @@ def check_program(found, program):
 def check_padding(path, state):
     """Raise UserError for a seq2seq model of a version that also encoded the padding of sentences: it would translate wrongly.
     The settings of all later versions have a schedule."""
-    if state.get('program') == 'seq2seq' and 'schedule' not in state.get('settings', {}):
+    settings = state.get('settings', {})
+    if state.get('program') == 'seq2seq' and not (isinstance(settings, dict) and 'schedule' in settings):
         raise UserError(f'{path}: was trained by a version that encoded the padding of sentences, which this version leaves '
                         'out, so its translations would be wrong; train it again, or use the version that saved it')
 

@@ -21,7 +21,7 @@ import numpy as np
 from pyops import checkpoint, programs
 from pyops.action_file import describe
 from pyops.errors import UserError, printable
-from pyops.steplog import Timeline
+from pyops.steplog import Session, Timeline
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -33,6 +33,7 @@ WITH_VALUE = *OF_ONE_START, '--save-every', '--save-minutes', '--keep', '--keep-
 WITHOUT_VALUE = '--no-plan', '-v', '--verbose'
 OPTIONAL_VALUE = '--check-finite', '--profile'
 NEVER = 10**9
+RECORDED = 'seq2seq', 'transformer'         # the programs that write the files of a StepLog
 OPERANDS = {'fwd.x': 'input', 'fwd.w': 'weight', 'fwd.y': 'output', 'dgrad.g': 'grad_output', 'dgrad.w': 'weight',
             'dgrad.dx': 'grad_input', 'wgrad.g': 'grad_output', 'wgrad.x': 'input', 'qk.q': 'query', 'qk.k': 'key',
             'pv.p': 'weights', 'pv.v': 'value', 'pv.y': 'output'}
@@ -49,7 +50,7 @@ def kept_flags(flags: list[str], dropped: tuple[str, ...] = WITH_VALUE) -> list[
         if name in WITHOUT_VALUE or re.fullmatch('-c.+', flag) or name in (*dropped, *OPTIONAL_VALUE) and '=' in flag:
             continue
         if name in dropped or name in OPTIONAL_VALUE and rest and not rest[0].startswith('-'):
-            rest.pop(0)
+            del rest[:1]
         elif name not in OPTIONAL_VALUE:
             kept.append(flag)
     return kept
@@ -73,8 +74,18 @@ def checkpoint_before(timeline: Timeline, step: int) -> tuple[int, Path | None]:
     return 0, None
 
 
-def train(session: Any, flags: list[str]) -> None:
+def check_facts(session: Session) -> None:
+    """Raise UserError unless the record of a start of training has the program, the flags and the folder."""
+    program, flags, folder = (session.facts.get(name) for name in ('program', 'flags', 'folder'))
+    if program not in RECORDED or not isinstance(folder, str) or '\0' in folder or not (
+            isinstance(flags, list) and all(isinstance(flag, str) for flag in flags)):
+        raise UserError(f'the record of the start of training at step {session.first} (steps_RUN.jsonl) is damaged; expected '
+                        f'the program ({" or ".join(RECORDED)}), its flags and its folder')
+
+
+def train(session: Session, flags: list[str]) -> None:
     """Run the training program of a session with its flags and these, in this process, without its output."""
+    check_facts(session)
     program = importlib.import_module(programs.module(f'{session.facts["program"]}.train'))
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -229,6 +240,7 @@ def branch(options: Namespace) -> int:
         if path:
             (to / path.name).unlink(missing_ok=True)        # the link to the checkpoint of the first run
     session = timeline.parts(options.step - 1, options.step)[0][0]
+    check_facts(session)
     program = importlib.import_module(programs.module(f'{session.facts["program"]}.train'))
     flags = [*kept_flags(session.facts['flags'], OF_ONE_START), '-c', str(to.resolve()), *options.flags]
     with contextlib.suppress(OSError):

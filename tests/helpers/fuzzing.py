@@ -41,6 +41,7 @@ from mutators import (
     in_folder,
     in_zip,
     safetensors_file,
+    safetensors_parts,
     unpacked,
     words,
 )
@@ -85,17 +86,22 @@ def _tensors():
 def _checkpoints(folder):
     path, state = folder / 'seed.safetensors', {'program': 'seq2seq', 'settings': {'schedule': 'constant', 'seed': 1},
                                                 'run': {'epoch': 3, 'id': 'a'}, 'vocabularies': ['<pad>', 'é'], 'by_time': True}
-    checkpoint.save(path, _tensors(), state)
-    found = [path.read_bytes()]
-    checkpoint.save(path, {}, state)
-    return [*found, path.read_bytes()]
+    found = []
+    for tensors in (_tensors(), {}):
+        checkpoint.save(path, tensors, state)
+        header, rest = safetensors_parts(path.read_bytes())
+        header['__metadata__'] = dict(sorted(header['__metadata__'].items()))           # the library writes any order
+        found.append(safetensors_file(header, rest))
+    return found
 
 
 def _sign(header, rest):
     """Make the checksums of a checkpoint right."""
-    metadata = header['__metadata__']
-    tensors = {key: np.ndarray(tensor['shape'], checkpoint._DTYPES[tensor['dtype']], rest, tensor['data_offsets'][0])
-               for key, tensor in header.items() if key != '__metadata__'}
+    metadata, tensors = header['__metadata__'], {}
+    for key, tensor in header.items():
+        if key != '__metadata__':
+            first, end = tensor['data_offsets']             # numpy.ndarray(buffer=..., offset=...) takes a negative offset
+            tensors[key] = np.frombuffer(rest[first:end], checkpoint._DTYPES[tensor['dtype']]).reshape(tensor['shape'])
     text = metadata['state'] + metadata.get('name', '')
     metadata['sha256'] = checkpoint._digest(tensors, text)
     metadata['parameters_sha256'] = checkpoint._digest(checkpoint._parameters(tensors), text)

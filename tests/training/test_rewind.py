@@ -1,4 +1,5 @@
 """Past steps of a run, repeated: every tensor, the recorded losses, and a branch."""
+import argparse
 import errno
 import os
 import shutil
@@ -203,6 +204,19 @@ def test_a_line_that_is_no_event_is_ignored(tmp_path, line):
         file.write(line + '\n')
     timeline = Timeline(tmp_path)
     assert timeline.sessions == [(0, {'flags': ['one']})] and timeline.saved == [(1, tmp_path / 'a')]
+
+
+@pytest.mark.parametrize('facts', [{}, {'program': 'os'}, {'flags': '-e 1'}, {'flags': [1]}, {'folder': None}, {'program': []},
+                                   {'folder': '\0'}], ids=str)
+def test_a_start_without_its_program_flags_or_folder_is_not_repeated(tmp_path, facts):
+    facts = facts and {'program': 'seq2seq', 'flags': ['-e'], 'folder': '.'} | facts
+    with StepLog(tmp_path, 'id', 0, facts) as log:
+        log.add([(1.0, 0, 0.5)])
+    for command in ('rewind', 'branch'):
+        with pytest.raises(UserError, match='the record of the start of training at step 0 .* is damaged'):
+            options = argparse.Namespace(folder=tmp_path, step=int(command == 'branch'), to=str(tmp_path / 'to'), show=[],
+                                         save=None, flags=[])
+            getattr(rewind, command)(options)
 
 
 def test_an_index_that_is_no_file_is_passed_over(tmp_path):
