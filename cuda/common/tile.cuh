@@ -23,7 +23,7 @@
 //     copied   they are in memory, as described by `Stored`, and are copied asynchronously
 //     formed   likewise (whole16), then the thread that copied four adjacent numbers computes the elements from them in place:
 //                void form(float (&four)[4], const Line &, int64_t first) const      `first`: index of the first k, or row
-//                Line line(int64_t) const      data common to a line (a row if k_inner, else a k), loaded one step in advance
+//                Line line(int64_t) const      data common to a line (a row if k_inner, else a k)
 //     made     float operator()(int64_t row, int64_t k) const    computes an element during the load, from any memory
 //   struct Line;                      empty unless formed
 //
@@ -69,7 +69,10 @@ template <class S, int ROWS, class X> struct Panel {
     };
 
     static constexpr int HELD = X::way == Way::made ? ROWS * S::K / S::THREADS : 1;
-    static constexpr int FORMED = X::way == Way::formed ? Share<4>::COUNT : 1;
+    // Lines of an operand that is formed.  If they are k's, each step has other ones, and they are read a step in advance.  If
+    // they are rows, they stay the same: after the first step they are in the L1 cache, and the sums need the registers.
+    static constexpr bool AHEAD = X::way == Way::formed && !X::k_inner;
+    static constexpr int READ_AHEAD = AHEAD ? Share<4>::COUNT : 1;
 
     const X &x;
     const int64_t row0, k1;
@@ -78,7 +81,7 @@ template <class S, int ROWS, class X> struct Panel {
     const float *from = nullptr;            // this thread's first element in that step, if the operand is copied
     float held[HELD];                       // elements of an operand that is made, between `begin` and `finish`
     int64_t arrived;                        // first k of the next step to form
-    typename X::Line line[FORMED];          // of this thread's lines in that step
+    typename X::Line line[READ_AHEAD];      // of this thread's lines in that step
 
     __device__ __forceinline__ Panel(const X &x, int64_t row0, int64_t k0, int64_t k1)
         : x(x), row0(row0), k1(k1), rows(static_cast<int>(x.rows - row0 < ROWS ? x.rows - row0 : ROWS)), k(k0), arrived(k0) {
@@ -140,16 +143,17 @@ template <class S, int ROWS, class X> struct Panel {
     }
 
     // For an operand that is formed: `form` a step after this thread's copies have arrived, then `read_lines` of the next one.
+    __device__ __forceinline__ typename X::Line read_line(const Share<4> &share, int i) const {
+        return x.line((X::k_inner ? row0 + share.row : arrived + share.k) + i * share.STEP);
+    }
     __device__ __forceinline__ void read_lines() {
-        if constexpr (X::way == Way::formed) {
+        if constexpr (AHEAD) {
             const Share<4> share;
             int along, lines;
             left(share, arrived, &along, &lines);
 #pragma unroll
-            for (int i = 0; i < FORMED; i++) {
-                if (i * share.STEP >= lines) continue;
-                line[i] = x.line((X::k_inner ? row0 + share.row : arrived + share.k) + i * share.STEP);
-            }
+            for (int i = 0; i < share.COUNT; i++)
+                if (i * share.STEP < lines) line[i] = read_line(share, i);
         }
     }
     __device__ __forceinline__ void form(float *panel) {
@@ -158,12 +162,13 @@ template <class S, int ROWS, class X> struct Panel {
             int along, lines;
             left(share, arrived, &along, &lines);
 #pragma unroll
-            for (int i = 0; i < FORMED; i++) {
+            for (int i = 0; i < share.COUNT; i++) {
                 if (i * share.STEP >= lines) continue;
                 float *const at = panel + (share.first + i * share.STEP) * STRIDE + share.inner;
                 const float4 copied = *reinterpret_cast<const float4 *>(at);
                 float four[4] = {copied.x, copied.y, copied.z, copied.w};
-                x.form(four, line[i], X::k_inner ? arrived + share.k : row0 + share.row);
+                const typename X::Line own = AHEAD ? line[AHEAD ? i : 0] : read_line(share, i);
+                x.form(four, own, X::k_inner ? arrived + share.k : row0 + share.row);
 #pragma unroll
                 for (int j = 0; j < 4; j++) four[j] = j < along ? four[j] : 0.0f;
                 *reinterpret_cast<float4 *>(at) = make_float4(four[0], four[1], four[2], four[3]);
