@@ -325,6 +325,17 @@ TRIAL_LAYERS = {
     'attention 9x4x32': attention(9, 4, 32, 2, p=0.2), 'attention 70x1x64 causal': attention(70, 1, 64, 2, causal=True),
     'gru 5x8x16->32': gru(5, 8, 16, 32), 'output layer 40x16x70': output_layer(40, 16, 70),
     'mlp_step 20x784x30': digits_step(60, 20, 30), 'formats 40x70': formats(40, 70)}
+def through_global_memory(gpu, call):
+    """Return a function that calls a GRU whose blocks exchange their results through global memory, never as a cluster."""
+    def run():
+        gpu.exchange = 'global memory'
+        try:
+            return call()
+        finally:
+            gpu.exchange = 'by device'
+    return run
+
+
 ROUNDS_EXACTLY = 'formats'          # the same bits on both devices
 FLOAT32_ONLY = 'formats', 'mlp_step'
 
@@ -353,8 +364,14 @@ def layers(run):
                     run.check(figure, f'{key}: different numbers', np.count_nonzero(first[key] != want))
             else:
                 compare(run, figure, first, references, TOLERANCE[precision])
-            seconds = median_seconds({'ours': (repeated(call), gpu.synchronize)}, run.sizes.product_turns,
-                                     run.sizes.product_seconds)
+            contestants = {'ours': (repeated(call), gpu.synchronize)}
+            if name.startswith('gru'):
+                through_memory = through_global_memory(gpu, call)
+                contestants['through global memory'] = repeated(through_memory), gpu.synchronize
+                for key, array in result(through_memory).items():
+                    changed = np.count_nonzero(array.view(np.uint32) != first[key].view(np.uint32))
+                    run.check(figure, f'{key} through global memory: changed elements', changed)
+            seconds = median_seconds(contestants, run.sizes.product_turns, run.sizes.product_seconds)
             same_bits(run, figure, result(), first)
             run.timed(figure, seconds)
             run.show(figure)

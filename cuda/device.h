@@ -23,6 +23,8 @@ PYOPS_API pyops_status pyops_device_properties(int32_t *major, int32_t *minor, i
 PYOPS_API pyops_status pyops_device_memory(int64_t *free, int64_t *total);
 /* Kernels of attention in bfloat16, for comparisons: 0 by size, 1 mma.sync always, 2 wgmma wherever it supports the call. */
 PYOPS_API pyops_status pyops_set_attention(int32_t kernels);
+/* How the blocks of a GRU exchange a step's results, for comparisons: 0 by device and size, 1 through global memory always. */
+PYOPS_API pyops_status pyops_set_exchange(int32_t exchange);
 
 /* ---- memory ---- */
 PYOPS_API pyops_status pyops_device_malloc(uint64_t *address, int64_t bytes);      /* PYOPS_NO_MEMORY: *address is unchanged */

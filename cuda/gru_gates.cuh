@@ -14,27 +14,33 @@ struct GateInputs {                        // known before the product: a_r, a_z
 DEVICE GateInputs gate_inputs(const float *a, const float *h, int64_t H) { return {a[0], a[H], a[2 * H], h ? *h : 0.0f}; }
 
 // gate points to r; z, n and u follow H floats apart.  It may alias the a of the inputs.
-// Products with h[t-1], bias included.
-DEVICE void after_gates(float *h, float *gate, int64_t H, GateInputs in, float product_r, float product_z, float u) {
+// Products with h[t-1], bias included.  Each returns what the next product multiplies: h[t], u, h[t].
+DEVICE float after_gates(float *h, float *gate, int64_t H, GateInputs in, float product_r, float product_z, float u) {
     const float r = sigmoid(in.r + product_r);                         // 1
     const float z = sigmoid(in.z + product_z);                         // 2
     const float n = tanhf(in.n + r * u);                               // 4
-    *h = (1.0f - z) * n + z * in.h;                                    // 5
+    const float state = (1.0f - z) * n + z * in.h;                     // 5
+    *h = state;
     gate[0] = r;
     gate[H] = z;
     gate[2 * H] = n;
     gate[3 * H] = u;
+    return state;
 }
-DEVICE void before_gates_1(float *gate, int64_t H, GateInputs in, float product_r, float product_z) {
+DEVICE float before_gates_1(float *gate, int64_t H, GateInputs in, float product_r, float product_z) {
     const float r = sigmoid(in.r + product_r);                         // 1
+    const float u = r * in.h;                                          // 3
     gate[0] = r;
     gate[H] = sigmoid(in.z + product_z);                               // 2
-    gate[3 * H] = r * in.h;                                            // 3: u
+    gate[3 * H] = u;
+    return u;
 }
-DEVICE void before_gates_2(float *h, float *gate, int64_t H, GateInputs in, float product_n) {
+DEVICE float before_gates_2(float *h, float *gate, int64_t H, GateInputs in, float product_n) {
     const float n = tanhf(in.n + product_n);                           // 4
-    *h = (1.0f - in.z) * n + in.z * in.h;                              // 5
+    const float state = (1.0f - in.z) * n + in.z * in.h;               // 5
+    *h = state;
     gate[2 * H] = n;
+    return state;
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------
@@ -108,26 +114,29 @@ DEVICE void store(const Backward &b, int64_t at, int64_t row, int64_t unit, int 
     if (b.step) b.step[(row * 4 + gate) * b.H + unit] = value;
 }
 
+// Both return the gradients; zeros after the end of a sequence, where nothing is stored.
 template <bool BEFORE>
-DEVICE void back_gates(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float d) {
+DEVICE GateGradients back_gates(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float d) {
     const int64_t at = b.in.row(t, row);
-    if (at < 0) return;
+    if (at < 0) return {};
     const GateGradients g = back_gates<BEFORE>(s, d);
     store(b, at, row, unit, 1, g.z);
     store(b, at, row, unit, 2, g.n);
     b.carry[row * b.H + unit] = g.h;
     if (b.states) b.states[at * b.H + unit] = s.h;
-    if (BEFORE) return;
+    if (BEFORE) return g;
     store(b, at, row, unit, 0, g.r);
     store(b, at, row, unit, 3, g.u);
+    return g;
 }
-DEVICE void back_reset(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float du) {
+DEVICE GateGradients back_reset(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float du) {
     const int64_t at = b.in.row(t, row);
-    if (at < 0) return;
+    if (at < 0) return {};
     const GateGradients g = back_reset(s, du);
     store(b, at, row, unit, 0, g.r);
     store(b, at, row, unit, 3, g.u);
     b.carry[row * b.H + unit] += g.h;
+    return g;
 }
 
 }

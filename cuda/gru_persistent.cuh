@@ -7,9 +7,9 @@
 //                unit 0 ..     U ..     2U ..              A block keeps the weights of its U units: in forward the rows
 //               +--------+--------+--------+               of w_hh that produce them, in backward the columns.
 //     row 0 ..  | block  | block  | block  |  a team       A step needs the whole previous state of the same rows.  So the
-//               +--------+--------+--------+               blocks of a team exchange their results through global memory,
-//     row 8*n.. | block  | block  | block  |  a team       where they are stored anyway (h, u, the gradients of the gates),
-//               +--------+--------+--------+               and wait for each other.  Teams do not wait for other teams.
+//               +--------+--------+--------+               blocks of a team exchange their results (h, u, the gradients of
+//     row 8*n.. | block  | block  | block  |  a team       the gates) and wait for each other.  Teams do not wait for other
+//               +--------+--------+--------+               teams.
 //
 // The rows of a team are tiles of 8 rows, and a chunk is several tiles.  A block runs step after step, and in a step chunk
 // after chunk:
@@ -19,10 +19,15 @@
 //     add the sums of the slices in a fixed order, compute the gates, write them, arrive at the counter
 //
 // With reset before the product, a step has two such phases: r and z from h, then n from u = r * h.
+//
+// On Hopper a team of 2, 4 or 8 blocks is a cluster, whose blocks can store to each other's shared memory.  Every block has
+// all rows of its team in shared memory, twice: it multiplies from one half and stores its results to the other half of every
+// block.  So nothing is copied, and instead of counters there is the cluster's barrier, once per chunk.
 #pragma once
 #include <type_traits>
 #include "block.cuh"
 #include "gru_gates.cuh"
+#include "hopper.cuh"
 
 namespace gru {
 
@@ -181,7 +186,12 @@ struct Partition {
     int units, teams, team;                 // units per block, number of teams, blocks per team
     int tiles, chunk;                       // tiles per team, tiles per chunk
     int stride, buffers;                    // floats from row to row in shared memory; 2 buffers: chunks are prefetched
-    size_t shared;                          // bytes of shared memory
+    int held;                               // rows in shared memory
+    size_t others;                          // bytes of shared memory for everything but these rows
+    bool cluster;
+
+    int most_chunks() const { return blocks_for(tiles, chunk); }
+    size_t shared() const { return others + sizeof(float) * size_t(held) * stride; }
 };
 
 // Shared memory and traffic of a kernel, for blocks of 8, 16 and 32 units.  K consists of parts of H.
@@ -214,16 +224,15 @@ static Partition partition_for(int64_t T, int64_t B, int64_t H, const Needs &nee
         if (p.stride % 32 == 0) p.stride += 16;                 // rows begin 16 banks apart
         // At least three chunks if there are enough tiles: then a block has work while it waits for its team.
         for (p.chunk = WARPS; p.chunk > 1 && 3 * p.chunk > p.tiles; p.chunk /= 2) {}
-        p.buffers = blocks_for(p.tiles, p.chunk) > 2 ? 2 : 1;
-        const auto size = [&] {
-            const int rows = p.buffers * p.chunk * ROWS;
-            return sizeof(float) * (size_t(needs.kept) * p.padded * needs.weights[i] + size_t(rows) * p.stride + needs.sums[i]);
+        p.buffers = p.most_chunks() > 2 ? 2 : 1;
+        p.others = sizeof(float) * (size_t(needs.kept) * p.padded * needs.weights[i] + needs.sums[i]);
+        const auto fits = [&] {
+            p.held = p.buffers * p.chunk * ROWS;
+            return p.shared() <= size_t(pyops_shared_memory());
         };
-        const size_t most = size_t(pyops_shared_memory());
-        while (size() > most && p.chunk > 1) p.chunk /= 2;
-        if (size() > most) p.buffers = 1;
-        p.shared = size();
-        if (p.shared > most) continue;
+        while (!fits() && p.chunk > 1) p.chunk /= 2;
+        if (!fits()) p.buffers = 1;
+        if (!fits()) continue;
         best = p;
         least = work;
         least_copied = copied;
@@ -292,12 +301,25 @@ DEVICE RowRange rows_of(const Partition &p, const Assignment &own, int chunk) {
     return {from, int(min(own.end_row - from, int64_t(p.chunk * ROWS)))};
 }
 
-// Reset the counters and wait until all blocks have done so, and this block has stored its weights.
-DEVICE void start(const Partition &p, const Assignment &own, bool exchange) {
+// Prepare the exchange, and wait until this block has stored its weights, and all blocks that it exchanges with are ready.
+DEVICE void start(const Partition &p, const Assignment &own, float *rows, bool exchange) {
+    if (p.padded != p.H)                                               // nothing overwrites the zeros of the padding
+        for (int i = threadIdx.x; i < p.held * p.stride; i += THREADS) rows[i] = 0.0f;
     if (!exchange) return __syncthreads();
+    if (p.cluster) return cluster_sync();
     if (blockIdx.x % p.team == 0)
         for (int i = threadIdx.x; i < own.chunks; i += THREADS) own.counters[i * COUNTER] = 0;
     grid_sync();
+}
+
+// In a cluster: where a block has the rows of a chunk, of the stage-th phase since the first step.
+DEVICE float *rows_in_cluster(float *rows, const Partition &p, int64_t stage, int chunk) {
+    return rows + ((stage & 1) * (p.held / 2) + chunk * p.chunk * ROWS) * p.stride;
+}
+// Store a result of this thread for all blocks of the team, each of which starts with another one.
+DEVICE void share(const Partition &p, const Assignment &own, float *rows, int row, int part, float value) {
+    float *const to = rows + row * p.stride + part * p.padded + own.unit;
+    for (int i = 0; i < p.team; i++) store_shared(to, (blockIdx.x + i) % p.team, value);
 }
 
 // Wait until each block of the team has finished a chunk `times` times.
@@ -334,30 +356,58 @@ DEVICE void load(float *to, const float *from, int64_t ld, int count, At at, int
     cp_async_commit();
 }
 
+DEVICE Item next_item(Item item, const Assignment &own, int phases) {
+    if (++item.chunk < own.chunks) return item;
+    item.chunk = 0;
+    if (++item.phase == phases) item.phase = 0, item.step++;
+    return item;
+}
+
+// run_items in a cluster.  `rows` is shared memory, and begin(item, rows) is called in the first stage only: in the others the
+// rows are there.  An item stores to rows that all blocks have read: they have arrived after the item that did, at least one
+// wait ago.  With several chunks, that holds even if a thread waits only after its next item.
+template <class Fetch, class Begin, class Finish>
+DEVICE void run_items_in_cluster(const Partition &p, const Assignment &own, int64_t items, int phases, float *rows, Fetch fetch,
+                                 Begin begin, Finish finish) {
+    Item item = {0, 0, 0};
+    bool arrived = false;                                              // and not yet waited
+    for (int64_t i = 0; i < items; i++, item = next_item(item, own, phases)) {
+        const auto fetched = fetch(item);
+        const int64_t stage = item.step * phases + item.phase;
+        float *const from = rows_in_cluster(rows, p, stage, item.chunk);
+        const bool onward = i + own.chunks < items;                    // whether another item reads the results
+        if (arrived && own.chunks == 1) {
+            cluster_wait();
+            arrived = false;
+        }
+        if (stage == 0) begin(item, from);
+        cp_async_wait<0>();
+        __syncthreads();
+        finish(item, from, fetched, onward ? rows_in_cluster(rows, p, stage + 1, item.chunk) : nullptr);
+        if (arrived) cluster_wait();
+        arrived = onward;
+        if (arrived) cluster_arrive();
+    }
+}
+
 // Run `items` items: fetch(item) reads the inputs that do not depend on the team, begin(item, rows) waits for the team and
-// starts to copy its results, finish(item, rows, fetched) computes.
+// starts to copy its results, finish(item, rows, fetched, onward) computes.  onward: NULL, or in a cluster where the rows of the
+// next stage are, in each block.
 template <class Fetch, class Begin, class Finish>
 DEVICE void run_items(const Partition &p, const Assignment &own, int64_t items, int phases, float *buffer, Fetch fetch,
                       Begin begin, Finish finish) {
-    if (p.padded != p.H) {                                             // nothing overwrites the zeros of the padding
-        for (int i = threadIdx.x; i < p.buffers * p.chunk * ROWS * p.stride; i += THREADS) buffer[i] = 0.0f;
-        __syncthreads();
-    }
+    if (p.cluster) return run_items_in_cluster(p, own, items, phases, buffer, fetch, begin, finish);
     const bool ahead = p.buffers == 2 && own.chunks > 1;               // a single chunk's next item depends on this one
     float *other = buffer + (p.buffers - 1) * p.chunk * ROWS * p.stride;
     Item item = {0, 0, 0};
     for (int64_t i = 0; i < items; i++) {
-        Item next = item;
-        if (++next.chunk == own.chunks) {
-            next.chunk = 0;
-            if (++next.phase == phases) next.phase = 0, next.step++;
-        }
+        const Item next = next_item(item, own, phases);
         const auto fetched = fetch(item);
         if (i == 0 || !ahead) begin(item, buffer);
         cp_async_wait<0>();
         __syncthreads();
         if (ahead && i + 1 < items) begin(next, other);
-        finish(item, buffer, fetched);
+        finish(item, buffer, fetched, nullptr);
         arrive(own, item.chunk);
         item = next;
         float *const used = buffer;
@@ -371,7 +421,7 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     DYN_SHARED(float, weights);
     float *const weights_n = weights + p.padded * Product<N, P>::WEIGHTS;
     float *const buffer = weights_n + (BEFORE ? p.padded * Product<U, P>::WEIGHTS : 0);
-    float *const sums = buffer + p.buffers * p.chunk * ROWS * p.stride;
+    float *const sums = buffer + p.held * p.stride;
     const int64_t H = p.H;
     const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk, column = threadIdx.x % U;
     const Assignment own = assignment_of(p, f.in, f.counters);
@@ -392,7 +442,7 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     if (f.in.offsets && blockIdx.x == 0) check_offsets(f.in, threadIdx.x, THREADS, Who::gru_forward, f.faults);
     for (int64_t row = own.first_row + threadIdx.x / U; row < own.end_row && mine && f.last; row += THREADS / U)
         if (f.in.length(row) == 0) f.last[row * H + own.unit] = given(f.h0, row * H + own.unit);
-    start(p, own, p.T * PHASES > 1);
+    start(p, own, buffer, p.T * PHASES > 1);
 
     const auto fetch_row = [&](const Item &item, RowRange rows, int row) {
         if (!mine || row >= rows.count) return GateInputs{};
@@ -416,7 +466,7 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
             else if (item.step) load(to, f.h, H, rows.count, before, 0, 1, p);
             else if (f.h0) load(to, f.h0, H, rows.count, [&](int row) { return rows.from + row; }, 0, 1, p);
         },
-        [&](const Item &item, const float *from, GateInputs next) {
+        [&](const Item &item, const float *from, GateInputs next, float *onward) {
             const RowRange rows = rows_of(p, own, item.chunk);
             const bool zeros = item.phase == 0 && !item.step && !f.h0;         // h[-1] = 0: only the bias remains
             if (BEFORE && item.phase) multiply<U, P>(sums, weights_n, from, p.stride, segments, slices);
@@ -431,12 +481,14 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
                 const int64_t at = f.in.row(item.step, rows.from + row);
                 if (!mine || at < 0) continue;
                 float *const h = f.h + at * H + own.unit, *const gate = f.gates + at * 4 * H + own.unit;
+                float result;
                 if constexpr (!BEFORE)
-                    after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
-                else if (item.phase) before_gates_2(h, gate, H, k, b_n + total<U, P>(sums, slices, row, column));
-                else before_gates_1(gate, H, k, b_r + product(row, 0), b_z + product(row, 1));
+                    result = after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
+                else if (item.phase) result = before_gates_2(h, gate, H, k, b_n + total<U, P>(sums, slices, row, column));
+                else result = before_gates_1(gate, H, k, b_r + product(row, 0), b_z + product(row, 1));
+                if (onward) share(p, own, onward, row, 0, result);
                 const bool has_h = !BEFORE || item.phase, is_last = item.step == f.in.length(rows.from + row) - 1;
-                if (f.last && has_h && is_last) f.last[(rows.from + row) * H + own.unit] = *h;
+                if (f.last && has_h && is_last) f.last[(rows.from + row) * H + own.unit] = result;
             }
         });
 }
@@ -447,7 +499,7 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
     DYN_SHARED(float, weights);
     float *const weights_n = weights + 2 * p.padded * Product<U, P>::WEIGHTS;
     float *const buffer = weights + 3 * p.padded * Product<U, P>::WEIGHTS;
-    float *const sums = buffer + p.buffers * p.chunk * ROWS * p.stride;
+    float *const sums = buffer + p.held * p.stride;
     const int64_t H = p.H;
     const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk;
     const Assignment own = assignment_of(p, b.in, b.counters);
@@ -464,19 +516,26 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
         return make_float4(at(0), at(1), at(2), at(3));
     });
     const bool mine = own.unit < H;
-    start(p, own, b.dh0 || BEFORE || p.T > 1);             // all teams or none
+    start(p, own, buffer, b.dh0 || BEFORE || p.T > 1);     // all teams or none
 
     const auto fetch_row = [&](int64_t t, RowRange rows, int row) {
         return mine && row < rows.count ? saved(b, t, rows.from + row, own.unit) : Saved{};
+    };
+    // The operand of the next product: dr dz du of a step, or with reset before it dn, then dr dz.
+    const auto share_gates = [&](float *to, int row, const GateGradients &g) {
+        share(p, own, to, row, 0, BEFORE ? g.n : g.r);
+        if (!BEFORE) share(p, own, to, row, 1, g.z), share(p, own, to, row, 2, g.u);
     };
     for (int chunk = 0; chunk < own.chunks; chunk++) {                       // the last step
         const RowRange rows = rows_of(p, own, chunk);
         for (int row = threadIdx.x / U; row < rows.count && mine; row += THREADS / U) {
             const Saved s = fetch_row(T - 1, rows, row);
-            back_gates<BEFORE>(b, T - 1, rows.from + row, own.unit, s, s.d);
+            const GateGradients g = back_gates<BEFORE>(b, T - 1, rows.from + row, own.unit, s, s.d);
+            if (p.cluster) share_gates(rows_in_cluster(buffer, p, 0, chunk), row, g);
         }
-        arrive(own, chunk);
+        if (!p.cluster) arrive(own, chunk);
     }
+    if (p.cluster) cluster_sync();
     // An item multiplies the gradients of the gates of step t.  The last phase of a step yields the gradient of h[t-1], from
     // which the gradients of the gates of step t - 1 follow.
     run_items(
@@ -486,6 +545,7 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
             return fetch_row(item.phase == PHASES - 1 && t ? t - 1 : t, rows_of(p, own, item.chunk), threadIdx.x / U);
         },
         [&](const Item &item, float *to) {
+            if (p.cluster) return;                                             // shared above
             const RowRange rows = rows_of(p, own, item.chunk);
             const auto at = [&](int row) { return b.in.row(T - 1 - item.step, rows.from + row); };
             wait_for(p, own, item.chunk, item.step * PHASES + item.phase + 1);
@@ -493,7 +553,7 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
             else if (item.phase == 0) load(to, b.dgates, 4 * H, rows.count, at, 2 * p.H, 1, p);        // dn
             else load(to, b.dgates, 4 * H, rows.count, at, 0, 2, p);           // dr dz
         },
-        [&](const Item &item, const float *from, Saved next) {
+        [&](const Item &item, const float *from, Saved next, float *onward) {
             const RowRange rows = rows_of(p, own, item.chunk);
             const int64_t t = T - 1 - item.step;
             const bool last = item.phase == PHASES - 1;                        // of the step
@@ -507,22 +567,44 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
                 const int64_t in_batch = rows.from + row, state = in_batch * H + own.unit;
                 const bool valid = b.in.row(t, in_batch) >= 0;     // otherwise step t - 1 is the last, or there is none
                 const float product = valid ? total<U, P>(sums, slices, row, threadIdx.x % U) : 0.0f;
-                if (!last) back_reset(b, t, in_batch, own.unit, s, product);
-                else if (t) back_gates<BEFORE>(b, t - 1, in_batch, own.unit, s, s.d + product);
-                else b.dh0[state] = valid ? b.carry[state] + product : given(b.dh_last, state);
+                if (!last) {
+                    const GateGradients g = back_reset(b, t, in_batch, own.unit, s, product);
+                    if (!onward) continue;
+                    share(p, own, onward, row, 0, g.r);
+                    if (valid) share(p, own, onward, row, 1, b.dgates[(b.in.row(t, in_batch) * 4 + 1) * H + own.unit]); // dz
+                } else if (t) {
+                    const GateGradients g = back_gates<BEFORE>(b, t - 1, in_batch, own.unit, s, s.d + product);
+                    if (onward) share_gates(onward, row, g);
+                } else b.dh0[state] = valid ? b.carry[state] + product : given(b.dh_last, state);
             }
         });
 }
 
 // ---- launches -----------------------------------------------------------------------------------------------------
-// exchange: blocks wait for each other, so all of them must be resident (a cooperative launch).
+// The same partition with each team as a cluster, or `cluster` is false: the device has no clusters, the team is not a size
+// that every such device supports, its rows do not fit twice, or the device would run some clusters after others, which takes
+// longer than an exchange through global memory.
+template <class Kernel> static Partition with_clusters(Partition p, Kernel kernel) {
+    p.cluster = false;
+    const Partition without = p;
+    if (!pyops_has_hopper() || pyops_exchange_now() != Exchange::by_device) return without;
+    if (p.team != 2 && p.team != 4 && p.team != 8) return without;
+    p.held = 2 * p.most_chunks() * p.chunk * ROWS;
+    p.cluster = p.shared() <= size_t(pyops_shared_memory()) && clusters_at_once(kernel, p.team, THREADS, p.shared()) >= p.teams;
+    return p.cluster ? p : without;
+}
+
+// exchange: blocks wait for each other, so all of them must be resident (a cooperative launch), or at least those of a cluster.
 template <class Arguments>
-static cudaError_t launch_steps(void (*kernel)(Arguments, Partition), const Arguments &arguments, const Partition &p,
+static cudaError_t launch_steps(void (*kernel)(Arguments, Partition), const Arguments &arguments, const Partition &partition,
                                 bool exchange, void *stream) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pyops_shared_memory());
+    const Partition p = exchange ? with_clusters(partition, kernel) : partition;
     const unsigned blocks = unsigned(p.teams * p.team);
-    return exchange ? LAUNCH_COOP(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p)
-                    : LAUNCH(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p);
+    const cudaStream_t in = stream_of(stream);
+    if (p.cluster) return LAUNCH_CLUSTER(p.team, kernel, blocks, THREADS, p.shared(), in, arguments, p);
+    return exchange ? LAUNCH_COOP(kernel, blocks, THREADS, p.shared(), in, arguments, p)
+                    : LAUNCH(kernel, blocks, THREADS, p.shared(), in, arguments, p);
 }
 
 // Call launch(units, precision, before), each an integral_constant of the value.

@@ -160,6 +160,15 @@ extern "C" pyops_status pyops_set_attention(int32_t kernels) {
     return PYOPS_OK;
 }
 
+static Exchange exchange = Exchange::by_device;
+Exchange pyops_exchange_now() { return exchange; }
+extern "C" pyops_status pyops_set_exchange(int32_t wanted) {
+    PYOPS_REQUIRE(wanted >= 0 && wanted <= 1, "set_exchange: exchange=%d, expected 0 (by device and size) or 1 (global memory)",
+                  wanted);
+    exchange = static_cast<Exchange>(wanted);
+    return PYOPS_OK;
+}
+
 static int attribute(cudaDeviceAttr which) {
     int device = 0, value = 0;
     cudaGetDevice(&device);

@@ -119,6 +119,8 @@ enum class Precision : int32_t { fp32, tf32, bf16 };       // of the operands of
 Precision pyops_precision_now();
 enum class AttentionKernels : int32_t { by_size, tiles, hopper };       // pyops_set_attention
 AttentionKernels pyops_attention_now();
+enum class Exchange : int32_t { by_device, global };        // pyops_set_exchange
+Exchange pyops_exchange_now();
 int pyops_multiprocessors();            // of the device in use
 int pyops_shared_memory();              // bytes that a block may use after cudaFuncSetAttribute
 bool pyops_has_hopper();                // whether it has wgmma and bulk copies, and this build contains code for them

@@ -49,6 +49,7 @@ struct alignas(64) Thread : ThreadView {
     int number, warp;                           // within the block
     int barrier;                                // number of the barrier that it waits at
     unsigned mask;                              // mask of the warp operation that it waits in
+    unsigned at_cluster;                        // number of its arrivals at the cluster's barrier, and of its waits
     Fibre *fibre;
     WarpOperation operation;
     void *argument;
@@ -68,14 +69,16 @@ struct BulkLoad {
     uint64_t *barrier;
 };
 
-// A barrier of OS threads; each runs a block.
+// A barrier of OS threads; each runs a block.  The rounds are counted; arrive() returns the one that is ending.
 struct Meeting {
     std::mutex mutex;
     std::condition_variable all_here;
     unsigned expected = 0, arrived = 0, round = 0;
     bool all = true, all_came = true;           // no member has left: until now; until the end of the last round
     void open(unsigned members);
-    bool wait();                                // return whether all members came; those that left are not waited for
+    unsigned arrive();
+    bool wait_for(unsigned ending);             // return whether all members came; those that left are not waited for
+    bool wait() { return wait_for(arrive()); }
     void leave();
     void release_if_full();
 };
@@ -87,7 +90,6 @@ struct Block;
 struct Cluster {
     Block *blocks[8];
     Meeting meeting, barrier;                   // meeting: for the emulator, between clusters; barrier: for the kernel
-    Word order;
 };
 struct Grid {
     Grid(const Launch &l, const Kernel &k) : launch(l), kernel(k), blocks(l.grid.x * l.grid.y * l.grid.z) {}
@@ -111,9 +113,12 @@ struct Block {
     size_t next_ready;
     Array<unsigned> waiting;                    // per warp, the lanes that wait in a warp operation
     int arrived[BARRIERS], expected[BARRIERS];
-    Word *barrier_order, *warp_order;
+    Word *barrier_order, *warp_order, *cluster_order;   // cluster_order: of block 0, two words, for even and odd rounds
     int votes, counted;                         // votes at the current barrier and at the previous one
     int at_grid_barrier, at_cluster_barrier;
+    int cluster_arrivals;                       // in the round that is not full
+    unsigned cluster_full, cluster_passed;      // rounds in which all threads of this block, of all blocks, have arrived
+    unsigned cluster_meeting;                   // the meeting of round cluster_full
     Array<SharedVariable> shared_variables;
     Array<BulkLoad> loads;
     unsigned long polls;                        // since the last progress

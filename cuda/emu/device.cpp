@@ -178,6 +178,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device)
     }
     return cudaSuccess;
 }
+int emu::clusters_at_once(int cluster, int threads, size_t shared) {
+    return settings().multiprocessors * blocks_per_multiprocessor(threads, shared) / cluster;
+}
 int emu::blocks_per_multiprocessor(int threads, size_t shared) {
     if (threads < 1 || threads > THREADS_MOST || shared > SHARED_MOST) return 0;
     const size_t by_threads = static_cast<size_t>(2048 / ((threads + 31) / 32 * 32));

@@ -56,13 +56,14 @@ cudaError_t launch(const char *name, int cluster, bool cooperative, void (*funct
 Switch begin_barrier(int number, int threads);          // threads: number of participants, 0 for the whole block
 Switch begin_warp(unsigned mask, void (*operation)(void *const lanes[32], unsigned mask), void *argument, bool orders);
 Switch begin_grid_barrier();
-Switch begin_cluster_barrier();
+void cluster_arrive();
+Switch begin_cluster_wait();
 Switch begin_poll(const char *what);
 void switched();                                        // call after a switch has returned
 void end_barrier(int number);
 void end_warp_barrier();
 void end_grid_barrier();
-void end_cluster_barrier();
+void end_cluster_wait();
 static EMU_INLINE void follow(Switch s) {
     if (!s.to) return;
     switch_stack(s.from, s.to);
@@ -79,9 +80,9 @@ static EMU_INLINE void grid_barrier() {
     follow(begin_grid_barrier());
     end_grid_barrier();
 }
-static EMU_INLINE void cluster_barrier() {
-    follow(begin_cluster_barrier());
-    end_cluster_barrier();
+static EMU_INLINE void cluster_wait() {
+    follow(begin_cluster_wait());
+    end_cluster_wait();
 }
 static EMU_INLINE void poll(const char *what) { follow(begin_poll(what)); }     // call in each iteration of a wait loop
 void fence();                                           // __threadfence

@@ -137,6 +137,7 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFu
 namespace emu {
 cudaError_t set_attribute(const void *kernel, cudaFuncAttribute which, int value);
 int blocks_per_multiprocessor(int threads, size_t shared);      // ignores registers, whose number is unknown here
+int clusters_at_once(int cluster, int threads, size_t shared);
 }
 template <class F> cudaError_t cudaFuncSetAttribute(F *kernel, cudaFuncAttribute which, int value) {
     return emu::set_attribute(reinterpret_cast<const void *>(kernel), which, value);

@@ -94,12 +94,16 @@ void Meeting::release_if_full() {
     round++;
     all_here.notify_all();
 }
-bool Meeting::wait() {
+unsigned Meeting::arrive() {
     std::unique_lock<std::mutex> lock(mutex);
-    const unsigned now = round;
+    const unsigned ending = round;
     arrived++;
     release_if_full();
-    all_here.wait(lock, [&] { return round != now; });
+    return ending;
+}
+bool Meeting::wait_for(unsigned ending) {
+    std::unique_lock<std::mutex> lock(mutex);
+    all_here.wait(lock, [&] { return round != ending; });
     return all_came;
 }
 void Meeting::leave() {
@@ -109,19 +113,21 @@ void Meeting::leave() {
     release_if_full();
 }
 
-// If all remaining threads of the block wait for other blocks, the OS thread waits too.
+// If no thread of the block can run before other blocks have arrived at a barrier, the OS thread waits too.
 static bool meet_other_blocks(Block *b) {
-    const int left = b->threads - b->exited;
-    if (b->at_grid_barrier == left) {
+    const bool grid = b->at_grid_barrier == b->threads - b->exited;
+    if (grid) {
         if (!b->grid->meeting.wait()) die("a barrier of the grid after some of its blocks have exited");
-    } else if (b->at_cluster_barrier == left) {
-        b->cluster->barrier.wait();             // excluding blocks that have exited
+        b->at_grid_barrier = 0;
+    } else if (b->at_cluster_barrier && b->cluster_passed != b->cluster_full) {
+        if (b->cluster) b->cluster->barrier.wait_for(b->cluster_meeting);       // excluding blocks that have exited
+        b->cluster_passed = b->cluster_full;
+        b->at_cluster_barrier = 0;
     } else {
         return false;
     }
-    b->at_grid_barrier = b->at_cluster_barrier = 0;
     for (Thread &t : b->thread)
-        if (t.state != State::exited) make_ready(b, &t);
+        if (t.state == (grid ? State::at_grid_barrier : State::at_cluster_barrier)) make_ready(b, &t);
     return true;
 }
 
@@ -186,10 +192,21 @@ static void release_barrier_if_full(Block *b, int number) {
         if (t.state == State::at_barrier && t.barrier == number) make_ready(b, &t);
 }
 
+// Threads that have exited are not waited for.
+static void arrive_at_cluster_if_full(Block *b) {
+    if (!b->cluster_arrivals || b->cluster_arrivals < b->threads - b->exited) return;
+    b->cluster_arrivals = 0;
+    b->polls = 0;
+    b->cluster_full++;
+    if (b->cluster) b->cluster_meeting = b->cluster->barrier.arrive();
+}
+
 static void exit_thread(Block *b, Thread *t) {
     end_pending(t);
+    if (t->at_cluster % 2) die("exits between cluster_arrive and cluster_wait");
     t->state = State::exited;
     b->exited++;
+    arrive_at_cluster_if_full(b);
     b->polls = 0;
     release(&b->grid->order);
     for (int i = 0; i < BARRIERS; i++)
@@ -269,18 +286,28 @@ Switch begin_grid_barrier() {
 }
 void end_grid_barrier() { acquire(&block->grid->order); }
 
-Switch begin_cluster_barrier() {
+// The cluster's barrier.  A thread may be a round ahead of another one, but never two: so two words order all rounds.
+static Word *cluster_order(Block *b, unsigned round) {
+    return &(b->cluster ? b->cluster->blocks[0] : b)->cluster_order[round % 2];
+}
+void cluster_arrive() {
     Block *b = block;
-    if (!b->cluster) return begin_barrier(0, 0);                // a cluster of one block
-    release(&b->cluster->order);
-    self()->state = State::at_cluster_barrier;
+    Thread *t = self();
+    if (t->at_cluster++ % 2) die("a second cluster_arrive without cluster_wait");
+    release(cluster_order(b, t->at_cluster / 2));
+    b->cluster_arrivals++;
+    arrive_at_cluster_if_full(b);
+}
+Switch begin_cluster_wait() {
+    Block *b = block;
+    Thread *t = self();
+    if (t->at_cluster++ % 2 == 0) die("cluster_wait without cluster_arrive");
+    if (t->at_cluster / 2 <= b->cluster_passed) return {nullptr, nullptr};
+    t->state = State::at_cluster_barrier;
     b->at_cluster_barrier++;
-    return begin_wait(b, self());
+    return begin_wait(b, t);
 }
-void end_cluster_barrier() {
-    if (block->cluster) acquire(&block->cluster->order);
-    else end_barrier(0);
-}
+void end_cluster_wait() { acquire(cluster_order(block, self()->at_cluster / 2 - 1)); }
 
 int cluster_size() { return block->grid->launch.cluster; }
 int cluster_rank() { return static_cast<int>(current->block_index.x) % cluster_size(); }
@@ -364,7 +391,8 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
     b->runs++;
     b->shuffled = settings().order == Settings::Order::shuffled;
     b->random = 12345u + settings().seed * 7919u + index;
-    b->begun = b->exited = b->votes = b->at_grid_barrier = b->at_cluster_barrier = 0;
+    b->begun = b->exited = b->votes = b->at_grid_barrier = b->at_cluster_barrier = b->cluster_arrivals = 0;
+    b->cluster_full = b->cluster_passed = 0;
     b->polls = 0;
     b->loads.clear();
     b->ready.clear();
@@ -383,10 +411,11 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
     }
     // New words for each block; otherwise its barriers would order it after the previous blocks.
     if (own_fibres() || !b->barrier_order) {
-        const size_t words = (BARRIERS + b->waiting.size()) * sizeof(Word);
+        const size_t words = (BARRIERS + 2 + b->waiting.size()) * sizeof(Word);
         void *memory = own_fibres() ? new_shared(words, 64) : own_memory(words);
         b->barrier_order = static_cast<Word *>(memory);
-        b->warp_order = b->barrier_order + BARRIERS;
+        b->cluster_order = b->barrier_order + BARRIERS;
+        b->warp_order = b->cluster_order + 2;
     }
     char *dynamic = l.shared ? new_shared(l.shared, 1024) : nullptr;
     const uint3 at = {index % l.grid.x, index / l.grid.x % l.grid.y, index / l.grid.x / l.grid.y};
@@ -402,6 +431,7 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
         t.lane = i % 32;
         t.warp = i / 32;
         t.state = State::fresh;
+        t.at_cluster = 0;
         begin_pending(&t);
         b->order[i] = settings().order == Settings::Order::reverse ? threads - 1 - i : i;
     }

@@ -387,6 +387,25 @@ static __global__ void clusters(const float *in, float *out) {          // 8 blo
     out[i] = sum + 1000.0f * static_cast<float>(cluster_rank());
 }
 
+// Twice: each of 4 blocks stores to every block's half of `slots`, and reads them after the barrier.  A block may store for the
+// second time while another one still reads what it stored first.
+static __global__ void cluster_stores(const float *in, float *out) {    // 8 blocks in clusters of 4
+    DYN_SHARED(float, slots);                                           // [2][4][32]
+    const int t = threadIdx.x, i = blockIdx.x * 32 + t, rank = cluster_rank();
+    cluster_sync();
+    float value = in[i];
+    for (int half = 0; half < 2; half++) {
+        float *const mine = slots + half * 128 + rank * 32 + t;
+        for (int to = 0; to < 4; to++) store_shared(mine, to, value + static_cast<float>(to));
+        cluster_arrive();
+        out[i] = static_cast<float>(rank);                              // work between the halves of the barrier
+        cluster_wait();
+        value = 0.0f;
+        for (int from = 0; from < 4; from++) value = 2.0f * value + slots[half * 128 + from * 32 + (t + 1) % 32];
+    }
+    out[i] += value;
+}
+
 // ---- the cases ----------------------------------------------------------------------------------------------------
 struct Case {
     const char *name;
@@ -456,6 +475,7 @@ static const Case cases[] = {
     WGMMA(256, tf32),
     WGMMA(64, tf32_ra),
     {"registers", 256, 256, 90, ONE_BLOCK(registers, 256, 0)},
+    {"cluster_stores", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, cluster_stores, 8, 32, 1024, nullptr, in, out);)},
     {"clusters", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, clusters, 8, 32, 0, nullptr, in, out);)},
 };
 

@@ -18,6 +18,7 @@ from pyops.backend.operations import FLOAT, KernelOperations
 from pyops.errors import UserError
 
 ATTENTION = 'by size', 'mma', 'wgmma'           # in the order of pyops_set_attention
+EXCHANGE = 'by device', 'global memory'         # in the order of pyops_set_exchange
 BF16_MARK = -1 << 63        # bit 63 of the address of a bfloat16 array, see `real` in pyops.h, as a signed integer
 
 
@@ -122,7 +123,7 @@ class GPU(KernelOperations):
         self._array_type, self._pool = array_type, Pool()
         stream = ctypes.c_uint64()
         _call('pyops_stream_create', ctypes.byref(stream))
-        self.stream, self._precision, self._attention = stream.value, 'fp32', ATTENTION[0]
+        self.stream, self._precision, self._attention, self._exchange = stream.value, 'fp32', ATTENTION[0], EXCHANGE[0]
         state.gpu = self
 
     @property
@@ -149,6 +150,19 @@ class GPU(KernelOperations):
             raise ValueError(f'attention: expected {", ".join(ATTENTION)}, got {name!r}')
         _call('pyops_set_attention', ATTENTION.index(name))
         self._attention = name
+
+    @property
+    def exchange(self):
+        """How the blocks of a GRU exchange the results of a step: 'by device', or through 'global memory' always.  The bits are
+        the same.  For comparisons: a captured graph keeps its kernels."""
+        return self._exchange
+
+    @exchange.setter
+    def exchange(self, name):
+        if name not in EXCHANGE:
+            raise ValueError(f'exchange: expected {", ".join(EXCHANGE)}, got {name!r}')
+        _call('pyops_set_exchange', EXCHANGE.index(name))
+        self._exchange = name
 
     @property
     def storage(self):

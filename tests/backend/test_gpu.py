@@ -28,7 +28,7 @@ from pyops.backend import dlpack, get, gpu, library, put
 from pyops.backend.arrays import to_bf16
 from pyops.errors import UserError
 from pyops.ndarray import array
-from pyops.ops import Attention, Dropout, Linear, Residual
+from pyops.ops import GRU, Attention, Dropout, Linear, Residual
 from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameter
 from pyops.philox import dropout_mask
@@ -726,6 +726,25 @@ def test_another_precision_is_refused(on_gpu):
     with pytest.raises(ValueError, match=f"precision: expected {', '.join(PRECISIONS)}, got 'fp16'"):
         on_gpu.precision = 'fp16'
     assert on_gpu.precision == 'fp32'
+
+
+def test_the_exchange_of_a_gru_can_be_chosen_and_gives_the_same_bits(on_gpu):
+    rng = np.random.default_rng(0)
+    shapes = (96, 5), (96, 32), (96,), (96,)
+    gru = GRU(*(Parameter(f'p{i}', put(rng.standard_normal(shape, np.float32)), put(np.zeros(shape, np.float32)))
+                for i, shape in enumerate(shapes)))
+    x = put(rng.standard_normal((3, 9, 5), np.float32))
+
+    def states(exchange):
+        on_gpu.exchange = exchange
+        return get(gru.forward(x)[0])
+    try:
+        assert np.array_equal(states('by device'), states('global memory'))
+        with pytest.raises(ValueError, match="exchange: expected by device, global memory, got 'registers'"):
+            on_gpu.exchange = 'registers'
+        assert on_gpu.exchange == 'global memory'
+    finally:
+        on_gpu.exchange = 'by device'
 
 
 def test_the_kernels_of_attention_can_be_chosen_and_others_are_refused(on_gpu):

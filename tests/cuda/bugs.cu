@@ -196,6 +196,22 @@ static __global__ void cluster_without_barrier(const float *x, float *y) {      
     y[other * 32 + threadIdx.x] = map_shared(half, other)[threadIdx.x];         // without cluster_sync
 }
 
+// Two blocks, a cluster, store to each other's shared memory and to the same place in each step.
+enum class Passing { too_early, arrived_twice, not_waited_for };
+template <Passing BUG> static __global__ void passing(const float *x, float *y) {
+    DYN_SHARED(float, received);
+    const int t = threadIdx.x, other = cluster_rank() ^ 1;
+    cluster_sync();
+    for (int step = 0; step < 4; step++) {
+        store_shared(received + t, other, x[blockIdx.x * 32 + t]);              // the other block may still read it
+        cluster_arrive();
+        if (BUG == Passing::arrived_twice) cluster_arrive();
+        if (BUG == Passing::not_waited_for) return;
+        cluster_wait();
+        y[other * 32 + t] = received[t];
+    }
+}
+
 // ---- the host ---------------------------------------------------------------------------------------------------
 static cudaError_t bug(const char *name, const std::vector<float> &host_x, float *x, float *y, std::vector<float> &result) {
     auto is = [=](const char *other) { return !strcmp(name, other); };
@@ -230,6 +246,9 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     KERNEL(flag_of_nobody, 1, N, 0, x, y, flag);
     if (is("relaxed_flag")) return LAUNCH_COOP(relaxed_flag, 2, N, 0, nullptr, x, y, flag);
     if (is("grid_barrier_of_some_blocks")) return LAUNCH_COOP(grid_barrier_of_some_blocks, 2, N, 0, nullptr, x, y);
+    if (is("passed_too_early")) return LAUNCH_CLUSTER(2, passing<Passing::too_early>, 2, 32, 128, nullptr, x, y);
+    if (is("passed_and_arrived_twice")) return LAUNCH_CLUSTER(2, passing<Passing::arrived_twice>, 2, 32, 128, nullptr, x, y);
+    if (is("passed_without_waiting")) return LAUNCH_CLUSTER(2, passing<Passing::not_waited_for>, 2, 32, 128, nullptr, x, y);
     if (is("cluster_without_barrier")) return LAUNCH_CLUSTER(2, cluster_without_barrier, 2, 32, 0, nullptr, x, y);
     if (is("flag_of_a_later_block")) {          // which a device with few multiprocessors never starts
         LAUNCH(flag_of_nobody, 1, N, 0, nullptr, x, y, flag);

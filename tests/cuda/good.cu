@@ -223,7 +223,7 @@ static __global__ void voting(float *out) {
     row(15, half);
 }
 
-// ---- recurrences h = tanh(w h + x_t) in one kernel: blocks that wait for each other, three ways ----
+// ---- recurrences h = tanh(w h + x_t) in one kernel: blocks that wait for each other, four ways ----
 static __device__ float dot(const float *w, const float *h, int n) {
     float mine = 0.0f;
     for (int i = threadIdx.x % 32; i < n; i += 32) mine += w[i] * h[i];
@@ -256,6 +256,25 @@ static __global__ void recurrence(const float *w, const float *x, float *h, unsi
             }
             __syncthreads();
         }
+    }
+}
+
+// The blocks of a cluster store to each other's next state, while others may still read the one before.
+static __global__ void recurrence_by_stores(const float *w, const float *x, float *h, int n, int steps) {
+    DYN_SHARED(float, states);                                  // [2][n]
+    const int rows = n / gridDim.x, row0 = blockIdx.x * rows, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) states[i] = h[i];
+    cluster_sync();
+    for (int t = 0; t < steps; t++) {
+        const float *from = states + (t & 1) * n;
+        float *to = states + ((t + 1) & 1) * n;
+        for (int r = threadIdx.x / 32; r < rows; r += blockDim.x / 32) {
+            const float state = tanhf(dot(w + (row0 + r) * n, from, n) + x[t * n + row0 + r]);
+            if (lane < cluster_size()) store_shared(to + row0 + r, lane, state);
+            if (lane == 0) h[((t + 1) & 1) * n + row0 + r] = state;
+        }
+        cluster_arrive();
+        cluster_wait();
     }
 }
 
@@ -395,6 +414,10 @@ static void try_recurrence() {
     try_kernel("cluster", dh, h, 1e-5, [=] {
         clear();
         return LAUNCH_CLUSTER(blocks, recurrence<Wait::cluster>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps);
+    });
+    try_kernel("cluster_stores", dh, h, 1e-5, [=] {
+        clear();
+        return LAUNCH_CLUSTER(blocks, recurrence_by_stores, blocks, 128, 2 * n * sizeof(float), nullptr, dw, dx, dh, n, steps);
     });
 }
 
