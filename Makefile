@@ -182,6 +182,8 @@ conformance: build/conformance/emulated.so build/conformance/cuda.so ## build wh
 build/emulator/plain/%: SANITIZE := $(PLAIN)
 build/emulator/asan/%: SANITIZE := $(ASAN)
 build/emulator/tsan/%: SANITIZE := $(TSAN)
+$(filter %/good,$(PROGRAMS)): tests/cuda/good.cu
+$(filter %/bugs,$(PROGRAMS)): tests/cuda/bugs.cu
 $(PROGRAMS): build/emulator/%: $(EMULATOR) tests/cuda/common.h Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(SANITIZE) -x c++ -c -o $@.o tests/cuda/$(notdir $@).cu

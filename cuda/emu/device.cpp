@@ -121,12 +121,19 @@ cudaError_t cudaGetDeviceCount(int *count) {
     *count = settings().devices > 0 ? settings().devices : 0;
     return absent();
 }
-cudaError_t cudaSetDevice(int device) {
+static thread_local int current_device;
+
+static cudaError_t check_device(int device) {
     if (const cudaError_t error = absent()) return error;
     return device >= 0 && device < settings().devices ? cudaSuccess : fail(cudaErrorInvalidDevice);
 }
+cudaError_t cudaSetDevice(int device) {
+    const cudaError_t error = check_device(device);
+    if (!error) current_device = device;
+    return error;
+}
 cudaError_t cudaGetDevice(int *device) {
-    *device = 0;
+    *device = current_device;
     return absent();
 }
 cudaError_t cudaDriverGetVersion(int *version) {
@@ -155,12 +162,12 @@ static cudaDeviceProp properties() {
     return p;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
-    if (const cudaError_t error = cudaSetDevice(device)) return error;
+    if (const cudaError_t error = check_device(device)) return error;
     *found = properties();
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device) {
-    if (const cudaError_t error = cudaSetDevice(device)) return error;
+    if (const cudaError_t error = check_device(device)) return error;
     const cudaDeviceProp p = properties();
     switch (which) {
     case cudaDevAttrMaxThreadsPerBlock:               *value = p.maxThreadsPerBlock; break;

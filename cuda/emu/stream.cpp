@@ -4,6 +4,7 @@
 // that reads a result too early then always reads NaN.  During a capture, the work is added to a graph.
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <memory>
 #include <vector>
 #include "host.h"
@@ -19,7 +20,7 @@ struct CUgraphExec_st { std::vector<emu::Work> nodes; };
 struct CUstream_st {
     bool blocking;                              // synchronises with the legacy stream
     cudaGraph_t capture = nullptr;
-    std::vector<emu::Work> queue;
+    std::deque<emu::Work> queue;
 };
 struct CUevent_st {
     struct Record {
@@ -36,10 +37,13 @@ std::recursive_mutex runtime;
 static CUstream_st legacy{true, nullptr, {}};   // the stream NULL
 static std::vector<cudaStream_t> streams;
 
-static void finish(cudaStream_t stream) {
-    const std::vector<Work> todo = std::move(stream->queue);
-    stream->queue.clear();
-    for (const Work &work : todo) work();
+// Run the work of a stream in order, all of it, or until an event is done: later work may wait for the stream that waits now.
+static void finish(cudaStream_t stream, const CUevent_st::Record *until = nullptr) {
+    while (!stream->queue.empty() && !(until && until->done)) {
+        const Work work = std::move(stream->queue.front());
+        stream->queue.pop_front();
+        work();
+    }
 }
 void finish_all_streams() {
     finish(&legacy);
@@ -161,7 +165,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 // Run the work that the event depends on.  In a graph there is none left, since nodes run in the order of their capture.
 static void finish_until(const std::shared_ptr<CUevent_st::Record> &record, cudaStream_t stream) {
-    if (record && !record->done && known(stream)) finish(stream ? stream : &legacy);
+    if (record && !record->done && known(stream)) finish(stream ? stream : &legacy, record.get());
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     Inside inside(runtime);
@@ -191,6 +195,15 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEven
     if (!from->record->done || !to->record->done) return fail(cudaErrorNotReady);
     *milliseconds = std::chrono::duration<float, std::milli>(to->record->time - from->record->time).count();
     return cudaSuccess;
+}
+
+// ---- functions of the host --------------------------------------------------------------------------------------
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    Inside inside(runtime);
+    return enqueue(stream, [=] {
+        DeviceMemoryOpen open;                      // it may stand for work of the device
+        function(data);
+    });
 }
 
 // ---- graphs -----------------------------------------------------------------------------------------------------

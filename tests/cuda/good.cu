@@ -470,6 +470,34 @@ static void try_graph() {
     cudaStreamDestroy(stream);
 }
 
+// Two streams, of which each waits for the other in turn.
+static void try_streams() {
+    if (!asked_for("streams")) return;
+    cudaStream_t first, second;
+    cudaEvent_t event;
+    cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking);
+    cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking);
+    cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    int *step = to_device(std::vector<int>{0});
+    float *p = to_device(std::vector<float>(100, 0.0f));
+    const double begun = milliseconds();
+    cudaError_t error = cudaSuccess;
+    for (int i = 0; i < 100 && !error; i++) {
+        error = LAUNCH(tick, 1, 1, 0, first, step);
+        cudaEventRecord(event, first);
+        cudaStreamWaitEvent(second, event, 0);
+        if (!error) error = LAUNCH(use_step, 4, 32, 0, second, step, p, 100);
+        cudaEventRecord(event, second);
+        cudaStreamWaitEvent(first, event, 0);
+    }
+    cudaStreamSynchronize(first);
+    const double time = milliseconds() - begun;
+    report("streams", error, largest_difference(to_host(p, 100), std::vector<double>(100, 5050.0)), 0.0, time);
+    cudaEventDestroy(event);
+    cudaStreamDestroy(first);
+    cudaStreamDestroy(second);
+}
+
 int main(int argc, char **argv) {
     wanted = argc > 1 ? argv[1] : "all";
     const int n = argc > 2 ? atoi(argv[2]) : 128;
@@ -480,5 +508,6 @@ int main(int argc, char **argv) {
     try_softmax();
     try_recurrence();
     try_graph();
+    try_streams();
     return failures != 0;
 }
