@@ -3,7 +3,7 @@
  *
  * The Python side parses this file like pyops.h.  Addresses of device memory are integers, since the host cannot dereference
  * them.  One device and, except for captures, one stream at a time: freed memory may be reused at once, because its next user
- * is queued later on the same stream.
+ * is queued later on the same stream.  A second stream, see pyops_stream_wait, must use memory that is never freed.
  */
 #ifndef PYOPS_DEVICE_H
 #define PYOPS_DEVICE_H
@@ -40,6 +40,9 @@ PYOPS_API pyops_status pyops_device_zero(uint64_t to, int64_t bytes, void *strea
 PYOPS_API pyops_status pyops_stream_create(uint64_t *stream);
 PYOPS_API pyops_status pyops_stream_destroy(uint64_t stream);
 PYOPS_API pyops_status pyops_stream_synchronize(void *stream);                     /* returns a fault, like a download */
+/* Let work that is queued on `stream` later wait for the work that is queued on `other` now.  During a capture of `other`, it
+ * joins `stream` to the capture. */
+PYOPS_API pyops_status pyops_stream_wait(void *stream, void *other);
 /* Between begin and end, work on the stream is recorded and not executed. */
 PYOPS_API pyops_status pyops_graph_begin(void *stream);
 PYOPS_API pyops_status pyops_graph_end(uint64_t *graph, void *stream);

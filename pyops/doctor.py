@@ -59,7 +59,7 @@ def _memory():
 def _gpu():
     from pyops.backend import gpu
     try:
-        name = gpu.open_device()
+        _, name = gpu.open_device()
     except UserError as error:
         return f'none ({error})'
     free, total = gpu.memory_info()

@@ -149,7 +149,7 @@ def _cut_step(args, step, params, rows, smaller, sizes, filled, inputs):
     steps = CutSteps(step, _replayed(args, step.gradients, params, sizes, filled, inputs), params, inputs.get('amax'))
     if not args.no_plan or plan_requested(args):
         update = steps.record_update(**inputs)
-        if distributed.can_overlap() and not step.cut.fast:
+        if distributed.can_overlap(step.cut.fast):
             steps.overlap(steps.plan(rows))
         if not _introduce(args, smaller, steps.plan(rows), update, lambda: steps.timeline(rows)):
             return None

@@ -172,7 +172,7 @@ def add_rank_flags(parser, default):
                        help='cut each batch into N parts, a power of two, whose gradients are added in a fixed order: with the '
                        f'same N, any number of ranks up to N trains the same bits (default: {default}1, under mpirun 8)')
     group.add_argument('--reduce', choices=('exact', 'fast'), default='exact',
-                       help='exact: the fixed order; fast: the order of the MPI library, and one part for each rank '
+                       help='exact: the fixed order; fast: the order of the library of MPI or NCCL, and one part for each rank '
                        '(default %(default)s)')
     group.add_argument('--shard-optimizer', action='store_true',
                        help='each rank keeps the moments of Adam of its share of the parameters, and updates this share; the '
@@ -187,8 +187,8 @@ def use_ranks(args):
     distributed.init()
     if distributed.size() == 1:
         return
-    if args.gpu:
-        raise UserError(f'-g 1: {distributed.size()} ranks train on CPUs only; give -g 0, or start one process')
+    if args.gpu and args.shard_optimizer:
+        raise UserError('--shard-optimizer: ranks share moments on CPUs only; leave it out, or give -g 0')
     if not args.threads and not os.environ.get('OMP_NUM_THREADS'):
         backend.set_threads(distributed.share_cores())
 

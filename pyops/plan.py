@@ -28,6 +28,7 @@ import numpy as np
 
 from pyops import backend, distributed
 from pyops.backend import kernels, library, location
+from pyops.backend.calls import Queued
 from pyops.profile import Profile, write_trace
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class HostAction(NamedTuple):
         return self.inputs, self.outputs, {}
 
     def __str__(self) -> str:
-        return _line(self, '[on the host]')
+        return _line(self, '[on a second stream]' if isinstance(self.function, Queued) else '[on the host]')
 
 
 def _line(action, sizes):
@@ -414,15 +415,16 @@ class Plan:
             (action.kernel, action.function if isinstance(action, HostAction) else
              [_address(self._device, v) for v in action.values]) for action in self.replayed])
 
-    def run(self, first: int = 0, last: int | None = None) -> None:
+    def run(self, first: int = 0, last: int | None = None, repeated: bool = False) -> None:
         """Replay the step, or actions first to last - 1.  Raises ValueError naming the action whose kernel refused its
         arguments, and RuntimeError after close().
 
-        On a GPU the step is only enqueued; reading a result waits for it.
+        On a GPU the step is only enqueued; reading a result waits for it.   repeated: these actions will be replayed often, so
+        that a GPU captures them as a graph, as it does the whole step
         """
         if self._closed:
             raise RuntimeError('this plan is closed and its memory freed; record another one')
-        self._calls.run(first, last)
+        self._calls.run(first, last, repeated)
 
     def timed(self, first: int = 0, last: int | None = None) -> list[tuple[Action, float]]:
         """Replay actions first to last - 1, all by default, and return each with its seconds."""

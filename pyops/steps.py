@@ -13,6 +13,7 @@ import numpy as np
 
 from pyops import backend, distributed
 from pyops.backend import library
+from pyops.backend.calls import Queued
 from pyops.plan import Plan
 from pyops.profile import trace_events
 
@@ -222,7 +223,7 @@ class Cut:
     parts: number of parts;  count (1,) int64: the optimizer's step count
     weights(rows) returns the weight of each sample in the mean loss, such as its number of tokens, integers of 1 or more; the
     parts get about the same weight.  None: every sample has weight 1.
-    fast: sum over ranks in the order of the MPI library
+    fast: sum over ranks in the order of the library of MPI or NCCL
 
     Arrays for the step of a part, set by select():
     share (1,) float32: the share of the part in the mean loss, the gradient of the part's loss;
@@ -235,6 +236,7 @@ class Cut:
         self.share, self.loss, self.weight = backend.zeros(1), backend.zeros(1), backend.zeros(1, np.int32)
         self.mask = backend.zeros(1, np.int64)
         self._shares = np.zeros(parts, np.float32)
+        self._step = 0                      # of the batch that was split last
 
     def arrays(self) -> dict[str, Array]:
         """Return {name: array} for a plan."""
@@ -248,6 +250,7 @@ class Cut:
         edges = np.searchsorted(ends[1:] * self.parts, total * np.arange(1, self.parts), 'right')
         at = np.concatenate([[0], edges, [len(rows)]])
         self._shares[...] = np.diff(ends[at]) / total
+        self._step = int(backend.get(self._count)[0])
         self.weight[...] = total
         return np.split(rows, edges)
 
@@ -258,7 +261,7 @@ class Cut:
     def select(self, part: int) -> None:
         """Set the arrays for the step of this part of the batch that was split last."""
         self.share[...] = self._shares[part]
-        self.mask[...] = int(backend.get(self._count)[0]) * self.parts + part
+        self.mask[...] = self._step * self.parts + part
 
     def step(self, gradients: Callable[..., Any], update: Callable[[Array], Any]) -> CutStep:
         return CutStep(self, gradients, update)
@@ -294,7 +297,8 @@ class CutSteps:
     def __init__(self, step: CutStep, gradients: Any, params: Parameters, amax: Array | None = None) -> None:
         self.cut, self._step, self._gradients, self._params, self._amax = step.cut, step, gradients, params, amax
         self._sum, self._steps = distributed.GradientSum(params), 0
-        self._losses = np.zeros(self.cut.parts, np.float32)
+        self._losses, self._one = backend.zeros(self.cut.parts), backend.put(np.ones(1, np.float32))
+        self._places = _places(self.cut.parts)
         mine = self.cut.parts // distributed.size()
         self._mine = range(distributed.rank() * mine, (distributed.rank() + 1) * mine)
         self._run_update: Callable[[], Any] = self._update
@@ -305,7 +309,7 @@ class CutSteps:
     def record_update(self, **inputs: Array) -> Plan:
         """Record the part of the step after backward, sums over ranks and the update; later calls replay its plan, which is
         returned.   inputs: as for Plan"""
-        with Plan(self._params, run=False, **inputs) as plan:
+        with Plan(self._params, run=False, part_losses=self._losses, **inputs) as plan:
             self._update()
         self._run_update = functools.partial(self._run, plan)
         return plan
@@ -332,8 +336,15 @@ class CutSteps:
             if done < end:
                 self._run(plan, done, end)
                 done = end
-            self._sum.send(block)
+            self._sum.send(block, self.cut.fast)
         self._run(plan, done)
+        self._sum.join_device()
+
+    def _send_zeros(self) -> None:
+        """Send the blocks of a last part without samples: the other ranks wait for each of them."""
+        for block in self._sum.blocks:
+            self._sum.send(block, self.cut.fast)
+        self._sum.join_device()
 
     def timeline(self, rows: np.ndarray) -> list[dict[str, Any]]:
         """Run two steps on a batch, and return the second as events of a Chrome trace, of all ranks."""
@@ -352,14 +363,14 @@ class CutSteps:
     def _run(self, plan: Plan, first: int = 0, last: int | None = None) -> None:
         """Replay actions of a plan, and add them to the timeline if there is one."""
         if self._events is None:
-            plan.run(first, last)
+            plan.run(first, last, repeated=True)
             return
         start = time.perf_counter() - self._begin
         self._events += trace_events(plan.timed(first, last), start, distributed.rank())
 
     def __call__(self, rows: np.ndarray) -> None:
-        cut, losses = self.cut, self._losses
-        losses[...] = 0
+        cut = self.cut
+        self._losses[...] = 0
         parts = cut.split(backend.get(rows))
         self._sum.start(len(self._mine))
         for part in self._mine:
@@ -371,12 +382,13 @@ class CutSteps:
                     self._run_and_send(self._gradients.prepared(parts[part]))
                 else:
                     self._run(self._gradients.prepared(parts[part]))
-                losses[part] = backend.get(cut.loss)[0]
+                at = self._places[part]
+                backend.copy(self._losses[at:at + 1], cut.loss)
             else:
                 self._params.zero_grads()
+                if part == self._mine[-1]:
+                    self._send_zeros()
             self._sum.add()
-        if distributed.size() == 1:
-            self._set_loss()
         self._run_update()
         self._steps += 1
         if self._steps % self.CHECK_EVERY == 0:
@@ -390,8 +402,10 @@ class CutSteps:
         """Sum gradients and losses over ranks, and update the parameters."""
         if distributed.size() > 1:
             arrays = {'gradients': self._params.grads} | ({} if self._amax is None else {'amax': self._amax})
-            backend.call('all_reduce' if self._params.shares is None else 'reduce_scatter', self._sum_over_ranks, arrays,
-                         arrays | {'loss': self.cut.loss})
+            backend.call('all_reduce' if self._params.shares is None else 'reduce_scatter',
+                         Queued(self._sum_over_ranks) if distributed.on_gpus() else self._sum_over_ranks, arrays,
+                         arrays | {'losses': self._losses})
+        self._set_loss()
         self._step.update(self.cut.loss)
 
     def _sum_over_ranks(self) -> None:
@@ -399,11 +413,21 @@ class CutSteps:
         distributed.all_reduce(self._losses)            # each is 0 on all ranks but one, so no sum is rounded
         if self._amax is not None:
             distributed.all_max(self._amax)
-        self._set_loss()
 
     def _set_loss(self) -> None:
-        """Set the loss of the batch from the losses of its parts."""
-        losses = self._losses
-        while len(losses) % 2 == 0:
-            losses = losses[::2] + losses[1::2]
-        self.cut.loss[...] = losses.sum()
+        """Set the loss of the batch from the losses of its parts: neighbours are added first, then pairs of neighbours, ..."""
+        losses, count = self._losses, self.cut.parts
+        while count % 2 == 0:
+            count //= 2
+            backend.launch('axpy', losses[:count], losses[count:2 * count], self._one, count)
+        for at in range(1, count):
+            backend.launch('axpy', losses[:1], losses[at:at + 1], self._one, 1)
+        backend.copy(self.cut.loss, losses[:1])
+
+
+def _places(parts: int) -> list[int]:
+    """Return where the loss of each part is stored: neighbours are half of the array apart, then pairs of neighbours a quarter,
+    and so on, as long as their number is even."""
+    if parts % 2:
+        return list(range(parts))
+    return [place + parts // 2 * side for place in _places(parts // 2) for side in (0, 1)]

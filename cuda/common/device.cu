@@ -160,6 +160,15 @@ pyops_status pyops_stream_synchronize(void *stream) {
     return pyops_check_faults();
 }
 
+pyops_status pyops_stream_wait(void *stream, void *other) {
+    static std::mutex lock;                 // one event is enough: a wait refers to the latest record at the time of the call
+    static cudaEvent_t event = nullptr;
+    std::lock_guard<std::mutex> guard(lock);
+    if (!event) TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "stream_wait");
+    TRY(cudaEventRecord(event, stream_of(other)), "stream_wait");
+    return check(cudaStreamWaitEvent(stream_of(stream), event, 0), "stream_wait");
+}
+
 pyops_status pyops_graph_begin(void *stream) {
     pyops_faults();                         // allocate first: not allowed during a capture
     pyops_workspace(0);

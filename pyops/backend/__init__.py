@@ -221,10 +221,11 @@ def call(name, function, inputs, outputs):
     replay.
 
     inputs, outputs: {name: array} of the arrays that it reads and writes, at least one output.  They must outlive the step.
-    function launches no kernels: a recording plan would record them, too.
+    A graph of a GPU can contain it only if it is a pyops.backend.calls.Queued.  Its own launches are not recorded.
     """
     if state.on_call is None or not state.in_hooked_thread() or state.on_call(name, function, inputs, outputs):
-        function()
+        with state.without_hooks():
+            function()
 
 
 def gemm(c, a, b, bias=None, accumulate=False, relu=False):

@@ -6,6 +6,17 @@ import numpy as np
 from pyops.backend import library
 
 
+class Queued:
+    """A Python function between kernels that only queues work on streams of a GPU, into memory that outlives the calls: a graph
+    may capture that work."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __call__(self):
+        self._function()
+
+
 class Calls:
     """A list of kernel calls on a device.  calls: (kernel, values) for each call, values in the order of the header, arrays as
     addresses; or (name, function) for a Python function between kernels.
@@ -35,8 +46,9 @@ class Calls:
                     self._values[at].integer = (int(value) + 2**63) % 2**64 - 2**63
                 at += 1
 
-    def run(self, first=0, last=None):
-        """Run the calls [first, last).  An exception of a kernel names the call that failed."""
+    def run(self, first=0, last=None, repeated=False):
+        """Run the calls [first, last).  An exception of a kernel names the call that failed.
+        repeated: they will run again, so it pays to capture them as a graph; a run of all calls always is."""
         self._run(first, len(self.kernels) if last is None else last, timed=False)
 
     def time(self, first=0, last=None):

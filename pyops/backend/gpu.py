@@ -1,7 +1,7 @@
 """A GPU: memory pool, stream, kernel launches, array operations, and CUDA graphs for plans.
 
-Arrays on a GPU are NDArrays.  All work is enqueued on one stream and does not block the host.  Only `numpy` and `synchronize`
-wait for the device; `numpy` also raises the errors of earlier kernels.
+Arrays on a GPU are NDArrays.  All work is enqueued on one stream and does not block the host; the sums over ranks have a second
+stream.  Only `numpy` and `synchronize` wait for the device; `numpy` also raises the errors of earlier kernels.
 """
 import ctypes
 import functools
@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 
-from pyops import PRECISIONS
+from pyops import PRECISIONS, launcher
 from pyops.backend import dlpack, library, state
 from pyops.backend.arrays import BF16, as_shape, from_bf16, row_major
-from pyops.backend.calls import Calls
+from pyops.backend.calls import Calls, Queued
 from pyops.backend.device import DLPACK_CUDA, DTYPES, ERRORS, Buffer, not_compact, wrong_dtype
 from pyops.backend.operations import FLOAT, KernelOperations
 from pyops.errors import UserError
@@ -96,34 +96,46 @@ def memory_info():
 
 @functools.cache
 def open_device():
-    """Open the first device and return its name.  UserError if there is no device or this build has no code for it."""
+    """Open the first device, or in a job of several ranks the one of this rank, and return its number and its name.
+
+    A rank that sees one device only uses it: some launchers show each rank its own.
+    UserError if there is no device, if this build has no code for it, or if there are more ranks on this host than devices.
+    """
     lib, count = library.cuda().lib, ctypes.c_int32()
     if lib.pyops_device_count(ctypes.byref(count)):
         raise UserError(f'{lib.pyops_last_error().decode()}; train on the CPU with -g 0')
+    number = launcher.local_rank() if count.value > 1 else 0
+    if number >= count.value:
+        raise UserError(f'this host has {count.value} GPUs, and the launcher started rank {number + 1} here; start at most one '
+                        'rank for each GPU of a host')
     try:
-        _call('pyops_device_open', 0)
+        _call('pyops_device_open', number)
     except RuntimeError as error:
         major, minor, multiprocessors = (ctypes.c_int32() for _ in range(3))
         known = not lib.pyops_device_properties(*map(ctypes.byref, (major, minor, multiprocessors)))
         remedy = ('it is too old, 8.0 is the least:' if known and major.value < 8 else
                   'build it on this machine with `make cuda`, or')
         raise UserError(f'{error}; {remedy} train on the CPU with -g 0') from error
-    return lib.pyops_device_name().decode()
+    return number, lib.pyops_device_name().decode()
+
+
+def _new_stream():
+    stream = ctypes.c_uint64()
+    _call('pyops_stream_create', ctypes.byref(stream))
+    return stream.value
 
 
 class GPU(KernelOperations):
     """A GPU, with the kernels of cuda/ for all operations.  array_type: NDArray, defined in a higher layer."""
     name = 'gpu'
-    dlpack_device = DLPACK_CUDA, 0
     library = staticmethod(library.cuda)
 
     def __init__(self, array_type):
         super().__init__()
-        self.model = open_device()
+        number, self.model = open_device()
+        self.dlpack_device = DLPACK_CUDA, number
         self._array_type, self._pool = array_type, Pool()
-        stream = ctypes.c_uint64()
-        _call('pyops_stream_create', ctypes.byref(stream))
-        self.stream, self._precision, self._attention, self._exchange = stream.value, 'fp32', ATTENTION[0], EXCHANGE[0]
+        self.stream, self._precision, self._attention, self._exchange = _new_stream(), 'fp32', ATTENTION[0], EXCHANGE[0]
         state.gpu = self
 
     @property
@@ -279,6 +291,28 @@ class GPU(KernelOperations):
     def synchronize(self):
         _call('pyops_stream_synchronize', self.stream)
 
+    # The second stream is for sums over ranks.  Its work must use memory that nobody frees: the pool assumes one stream.
+
+    @functools.cached_property
+    def second_stream(self):
+        return _new_stream()
+
+    def fork(self):
+        """Let work that is queued on the second stream later wait for all that is queued on the first one now."""
+        _call('pyops_stream_wait', self.second_stream, self.stream)
+
+    def join(self):
+        """Let work that is queued on the first stream later wait for all that is queued on the second one now."""
+        _call('pyops_stream_wait', self.stream, self.second_stream)
+
+    def launch_on_second(self, name, *values):
+        """Run a kernel on the second stream; a plan does not record it."""
+        function, _, converters = self._functions.get(name) or self._prepare(name)
+        arguments = list(values)
+        for i, convert in converters:
+            arguments[i] = convert(values[i])
+        self.check(function(*arguments, self.second_stream))
+
     def converter(self, kernel, argument, takes_strides):
         name, dtype = argument.name, DTYPES[argument.type]
 
@@ -340,9 +374,10 @@ class _Lease:
 
 
 class Graph(Calls):
-    """Recorded calls as CUDA graphs, one for each of the sizes that the arguments were last changed to.
+    """Recorded calls as CUDA graphs, one for each of the sizes that the arguments were last changed to, and for each section of
+    the calls that runs repeatedly.
 
-    The second complete run with the same sizes captures a graph, because kernel loading and setup in the first are not allowed
+    The second run with the same sizes captures a graph, because kernel loading and setup in the first are not allowed
     during capture.  A graph contains the arguments, so later changes to other sizes and back do not affect it.  A change of
     precision selects other kernels, so all graphs are captured again.
     """
@@ -350,27 +385,33 @@ class Graph(Calls):
     captures = 0                # number of graphs captured so far
 
     def __init__(self, calls, gpu):
-        self._sizes, self._graphs = None, {}        # sizes -> graph, None after the first run; least recently used first
+        # sizes -> {(first, last): graph, None after the first run}; least recently used sizes first
+        self._sizes, self._graphs = None, {}
         super().__init__(calls, gpu)
         self._stream, self._precision = gpu.stream, gpu.precision
         self._lib = library.cuda().lib              # for __del__
 
-    def run(self, first=0, last=None):
-        if first or last is not None or self._functions:        # a graph cannot call Python
-            return super().run(first, last)
+    def run(self, first=0, last=None, repeated=False):
+        whole = not first and last is None
+        section = first, len(self.kernels) if last is None else last
+        if not (whole or repeated) or not self._can_capture(*section):
+            return super().run(*section)
         if self._precision != self._device.precision:
             self._drop()
             self._precision = self._device.precision
-        if self._sizes in self._graphs:
-            graph = self._graphs.pop(self._sizes) or self._capture()
-        else:
-            super().run()
-            graph = None
-        self._graphs[self._sizes] = graph           # the last entry: the most recently used sizes
+        graphs = self._graphs[self._sizes] = self._graphs.pop(self._sizes, {})      # the last entry: the most recently used
         if len(self._graphs) > self.LARGEST:
-            self._free([self._graphs.pop(next(iter(self._graphs)))])
-        if graph is not None:
-            _call('pyops_graph_launch', graph, self._stream)
+            self._free(self._graphs.pop(next(iter(self._graphs))).values())
+        if section not in graphs:
+            super().run(*section)
+            graphs[section] = None
+            return
+        graphs[section] = graphs[section] or self._capture(*section)
+        _call('pyops_graph_launch', graphs[section], self._stream)
+
+    def _can_capture(self, first, last):
+        """Return whether a graph can contain these calls: it cannot call Python, but a Queued only queues work."""
+        return all(isinstance(function, Queued) for i, function in self._functions.items() if first <= i < last)
 
     def change(self, places, values, sizes):
         """Replace arguments.  sizes: hashable; equal sizes must come with equal values, so that their graph is still valid."""
@@ -382,8 +423,8 @@ class Graph(Calls):
         super().close()
 
     def _drop(self):
-        graphs, self._graphs = self._graphs, {}
-        self._free(graphs.values())
+        sections, self._graphs = self._graphs, {}
+        self._free([graph for graphs in sections.values() for graph in graphs.values()])
 
     def _free(self, graphs):
         graphs = [graph for graph in graphs if graph is not None]
@@ -393,15 +434,16 @@ class Graph(Calls):
             _call('pyops_graph_free', graph)
 
     def __del__(self):
-        for graph in self._graphs.values():
-            if graph is not None:
-                self._lib.pyops_graph_free(graph)
+        for graphs in self._graphs.values():
+            for graph in graphs.values():
+                if graph is not None:
+                    self._lib.pyops_graph_free(graph)
 
-    def _capture(self):
+    def _capture(self, first, last):
         graph, lib = ctypes.c_uint64(), library.cuda().lib
         _call('pyops_graph_begin', self._stream)
         try:
-            super().run()
+            super().run(first, last)
         except BaseException:                   # report this error, not an error from ending the capture
             if not lib.pyops_graph_end(ctypes.byref(graph), self._stream):
                 lib.pyops_graph_free(graph.value)

@@ -30,6 +30,18 @@ def hooks(allocate=None, listen=None, note=None, call=None):
         hooked_device, hooked_thread, on_allocate, on_launch, on_note, on_call = before
 
 
+@contextlib.contextmanager
+def without_hooks():
+    """Remove the hooks inside the block, in which no plan records."""
+    global on_allocate, on_launch, on_note, on_call
+    before = on_allocate, on_launch, on_note, on_call
+    on_allocate = on_launch = on_note = on_call = None
+    try:
+        yield
+    finally:
+        on_allocate, on_launch, on_note, on_call = before
+
+
 def in_hooked_thread():
     """Return whether the hooks, if there are any, apply to the current thread."""
     return hooked_thread == threading.get_ident()

@@ -7,7 +7,7 @@
 Sums over ranks have a fixed order, so all ranks get the same bits.  docs/scaling.md explains how to start programs, and how a
 run gets the same bits with any number of ranks.
 
-mpi4py is imported by init() alone, and only if a launcher started more than one rank.
+mpi4py and NCCL are loaded by init() alone, and only if a launcher started more than one rank.
 """
 from pyops.distributed.gradients import GradientSum, average_gradients  # noqa: F401
 from pyops.distributed.shares import Shares, shard  # noqa: F401
@@ -27,6 +27,7 @@ from pyops.distributed.world import (  # noqa: F401
     largest,
     number_of_parts,
     on_first,
+    on_gpus,
     rank,
     same_bits,
     share_cores,

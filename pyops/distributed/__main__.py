@@ -15,6 +15,8 @@ def parser() -> ArgumentParser:
     command = commands.add_parser('doctor', help='print ranks, hosts and versions, compare sums, and time them',
                                   description='Print ranks, hosts and versions; compare the bits of sums over ranks, and time '
                                   'them.  Start it as the training: mpirun -n 2 python -m pyops.distributed doctor')
+    command.add_argument('-g', '--gpu', type=int, choices=(0, 1), default=0,
+                         help='1: each rank uses a GPU, and NCCL adds; 0: the CPU (default %(default)s)')
     command.set_defaults(run=doctor)
     command = commands.add_parser('model', help='predict the time of a training step on 1 to 1,024 ranks',
                                   description='Predict the time of a training step on 1 to 1,024 ranks.  python -m '
@@ -38,9 +40,9 @@ def parser() -> ArgumentParser:
     return p
 
 
-def doctor(_: Namespace) -> None:
+def doctor(args: Namespace) -> None:
     from pyops.distributed import doctor
-    doctor.run()
+    doctor.run(bool(args.gpu))
 
 
 def model(args: Namespace) -> None:

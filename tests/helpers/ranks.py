@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, environment_without
 
-from pyops.distributed import world
+from pyops.distributed import mpi, world
 
 MPIRUN = shutil.which('mpirun', path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get('PATH', '')]))
 LAUNCHED = 'OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'SLURM_PROCID', 'RANK'
@@ -112,7 +112,7 @@ def on_threads(ranks, function):
     barrier, shared, results = threading.Barrier(ranks), [None] * ranks, [None] * ranks
 
     def run(rank):
-        results[rank] = function(world.World(Comm(rank, boxes, barrier, shared)))
+        results[rank] = function(world.World(mpi.Mpi(Comm(rank, boxes, barrier, shared))))
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from ranks import needs_mpi
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest
 
 from mnist import train as mnist_train
-from pyops import backend, distributed, flags, launcher, nn
+from pyops import backend, distributed, launcher, nn
 from pyops.backend import library
 from pyops.data import idx
 from pyops.distributed import __main__ as command
@@ -224,7 +223,7 @@ def test_each_block_of_gradients_leaves_when_backward_has_completed_it(monkeypat
     blocks = cut._sum.blocks
     assert blocks == [[(608, 976)], [(0, 608)]]                     # the last layer is small and leaves with the second
 
-    def send(block):
+    def send(block, fast):
         sent.append(block)
         for first, end in block:
             assert backend.get(params.grads)[first:end].tobytes() == expected[first:end].tobytes()
@@ -472,12 +471,6 @@ def test_a_run_without_plans_has_the_same_bits_and_a_checkpoint_keeps_its_parts(
     printed(seq2seq_train.main, [*argv, '--parts', '4', '--max-steps', '5', '-c', folders[1], '--no-plan'])
     assert newest(folders[0])[1]['settings']['parts'] == 4
     assert_same_training(*map(newest, folders))
-
-
-def test_ranks_on_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(world._world, 'size', 2)
-    with pytest.raises(UserError, match='^-g 1: 2 ranks train on CPUs only; give -g 0, or start one process$'):
-        flags.use_ranks(Namespace(gpu=1, threads=None, reduce='exact', shard_optimizer=False))
 
 
 @pytest.mark.parametrize('text', ['soon', '-1', 'nan'])
