@@ -6,6 +6,7 @@
  */
 #include <math.h>
 #include "internal.h"
+#include "kernels/math.inc"
 
 pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *labels, int64_t R, int64_t C, int32_t ignore) {
     int32_t n = 0;
@@ -37,7 +38,7 @@ pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *sta
         for (int64_t r = first; r < end && C > PYOPS_NARROW; r++) {
             max[r] = k->max(x + r * C, C);
             sum[r] = k->sum_exp(x + r * C, max[r], C);
-            terms[r] = logf(sum[r]);
+            terms[r] = log_f(sum[r]);
         }
         for (int64_t r = first; r < end && smoothing > 0.0f; r++)
             terms[r] -= smoothing * (k->sum_shifted(x + r * C, max[r], C) / (float)C);

@@ -17,6 +17,7 @@
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
+#include "kernels/math.inc"
 
 /* Rows in a block, a multiple of the tile heights 14 and 6: 252 x 13387 logits take 13 MB of L3, and weight and dweight are
  * read once per 252 rows. */
@@ -130,7 +131,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                     if (smoothing > 0.0f) below += k->sum_shifted(z, max, n);
                     sum_exp += k->exp_sum(z, z, max, n);
                 }
-                losses[r] = logf(sum_exp) + (1.0f - smoothing) * missing;
+                losses[r] = log_f(sum_exp) + (1.0f - smoothing) * missing;
                 if (smoothing > 0.0f) losses[r] -= smoothing * (below / (float)V);
                 if (!gradients) continue;
                 if (smoothing > 0.0f)

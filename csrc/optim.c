@@ -14,6 +14,22 @@ enum { CHUNK = PYOPS_NORM_CHUNK, ADAM_CHUNK = 4096, TURN = 65536 };
 
 _Static_assert(ADAM_CHUNK % PYOPS_GRAD_BLOCK == 0 && CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 
+/* Not pow() and cos(): the last bit of a result of libm depends on its version and on the CPU. */
+static double power(double base, int64_t exponent) {
+    double y = 1.0;
+    for (; exponent; exponent >>= 1, base *= base)
+        if (exponent & 1) y *= base;
+    return y;
+}
+
+/* (1 + cos(pi x)) / 2 for x in [0, 1]: the square of sin(pi (1 - x) / 2), a Taylor series whose next term is below 2e-18. */
+static double half_cosine(double x) {
+    const double a = 0.5 * M_PI * (1.0 - x), square = a * a;
+    double y = 1.0;
+    for (int n = 21; n > 1; n -= 2) y = 1.0 - y * square / (n * (n - 1));
+    return a * y * (a * y);
+}
+
 /* The first index after `from`, at most `to`, whose block differs from the block of `from` in being touched. */
 static int64_t end_of_run(const int32_t *touched, int64_t from, int64_t to) {
     if (!touched) return to;
@@ -80,9 +96,8 @@ pyops_status pyops_adam(float *param, float *m, float *v, const float *grad, con
     if (status) return status;
     PYOPS_REQUIRE(step[0] >= 1, "adam: step=%lld, expected at least 1", LL(step[0]));
     const pyops_kernels *k = pyops_active();
-    const double t = (double)step[0];
-    const float step_size = (float)(lr[0] / (1.0 - pow(beta1, t)));
-    const float root_correction = (float)(1.0 / sqrt(1.0 - pow(beta2, t)));
+    const float step_size = (float)(lr[0] / (1.0 - power(beta1, step[0])));
+    const float root_correction = (float)(1.0 / sqrt(1.0 - power(beta2, step[0])));
     const float clip = pyops_clip_factor(norm, max_norm);
     #pragma omp parallel for schedule(dynamic, TURN / ADAM_CHUNK) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += ADAM_CHUNK) {
@@ -150,7 +165,7 @@ pyops_status pyops_decaying_rate(float *lr, const int64_t *step, int64_t warmup,
     if (s < warmup) factor = (double)(s + 1) / (double)warmup;
     else if (s >= hold) {
         const double x = s < total ? (double)(s - hold) / (double)(total - hold) : 1.0;
-        factor = final + (1.0 - final) * (decay == PYOPS_DECAY_LINEAR ? 1.0 - x : 0.5 + 0.5 * cos(M_PI * x));
+        factor = final + (1.0 - final) * (decay == PYOPS_DECAY_LINEAR ? 1.0 - x : half_cosine(x));
     }
     lr[0] = (float)(base * factor);
     return PYOPS_OK;

@@ -1,6 +1,7 @@
 /* softmax.c - softmax along an axis, and of attention scores in memory, for attention computed by separate products. */
 #include <math.h>
 #include "internal.h"
+#include "kernels/math.inc"
 
 /* ---- along an axis: x (outer,n,inner) is never transposed ----
  * Long contiguous rows (inner 1) are read in vectors along the row.  Columns (inner > 1) are read in vectors across columns;
@@ -63,7 +64,7 @@ static void softmax_long_rows(const pyops_kernels *k, const softmax_call *s) {
             if (found[p] > max || found[p] != found[p]) max = found[p];     /* a NaN stays: nothing is larger */
         EACH_PART(found[p] = k->softmax_exps(y + at, x + at, max, length, s->log))
         for (int64_t p = 0; p < parts; p++) total += found[p];
-        const float log_total = (float)log(total), share = (float)(1.0 / total);
+        const float log_total = log_f((float)total), share = (float)(1.0 / total);
         EACH_PART(if (s->log) k->softmax_logs(y + at, x + at, max, log_total, length);
                   else k->scale(y + at, y + at, share, length))
 #undef EACH_PART

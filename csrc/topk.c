@@ -7,6 +7,7 @@
  */
 #include <math.h>
 #include "internal.h"
+#include "kernels/math.inc"
 
 /* Columns and rows of a chunk; columns that are searched or skipped together. */
 enum { COLUMNS = PYOPS_COMPACT_COLUMNS, ROWS = 128, PART = 128 };
@@ -46,9 +47,9 @@ static void finish(int32_t *index, float *logp, const uint64_t *best, int64_t k,
     float sum = 0.0f;
     for (int64_t i = 0; i < chunks; i++) {
         const part p = parts[i * step];
-        if (!(p.max == -INFINITY && max > p.max)) sum += p.sum * expf(p.max - max);
+        if (!(p.max == -INFINITY && max > p.max)) sum += p.sum * exp_or_0(p.max - max);
     }
-    const float log_sum = logf(sum);
+    const float log_sum = log_f(sum);
     for (int64_t j = 0; j < k; j++) {
         index[j] = pyops_key_index(best[j]);
         logp[j] = pyops_key_value(best[j]) - max - log_sum;
