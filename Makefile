@@ -35,6 +35,10 @@ X86 := $(filter x86_64 amd64 i386 i686,$(shell uname -m))
 ifneq ($(X86),)
 $(BUILD)/kernels/avx2.o:   CFLAGS += -mavx2 -mfma
 $(BUILD)/kernels/avx512.o: CFLAGS += $(AVX512)
+# Kernels with the same bits on every instruction set.
+$(BUILD)/kernels/exact_avx2.o:   CFLAGS += -mavx2 -ffp-contract=off
+$(BUILD)/kernels/exact_avx512.o: CFLAGS += $(filter-out -mfma,$(AVX512)) -ffp-contract=off
+$(BUILD)/kernels/generic.o:      CFLAGS += -ffp-contract=off
 $(BUILD)/kernels/avx512_bf16.o: CFLAGS += $(AVX512_BF16)
 $(BUILD)/kernels/avx512_vnni.o: CFLAGS += $(AVX512) $(if $(findstring avx512f,$(AVX512)),-mavx512bw -mavx512vnni)
 # The flag of AVX-VNNI, if the compiler has it; then an object without it is not used.
@@ -289,6 +293,7 @@ lowered: ## build the library for CPUs without AVX-512 or AMX: AVX-512 compiled 
 
 # The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too.  AMX
 # has kernels for bf16 only, and a CPU with AVX512_BF16 uses those of AVX-512 for all else, so these two need the tests of bf16.
+# Exact kernels have the bits of generic (tests/backend/test_exact.py), so they need the table of ops alone.
 # SKIP_PASSED=FILE leaves out of it the tests that passed in `make test WRITE_PASSED=FILE`.
 HAS = $(if $(X86),$(shell grep -ls $(1) /proc/cpuinfo))
 OTHER_ISAS = generic $(if $(X86),$(if $(call HAS,avx512dq),avx2,avx512))
@@ -296,6 +301,7 @@ OTHER_BF16_ISAS = $(if $(X86),amx_bf16) $(if $(call HAS,avx512_bf16),avx512)
 test-all: cpu .venv/test-ready lint $(if $(X86),lowered) ## run the op table on each instruction set and on the emulated CUDA library, then all tests
 	for isa in $(OTHER_ISAS); do $(PYTEST) --on $$isa $(TABLE) || exit 1; done
 	for isa in $(OTHER_BF16_ISAS); do $(PYTEST) --on $$isa $(TABLE) -k bf16 || exit 1; done
+	$(if $(X86),$(PYTEST) --on exact tests/ops/test_table.py tests/backend/test_kernels.py -k 'not bf16')
 	$(MAKE) test-emulated
 	$(PYTEST) --slow $(if $(SKIP_PASSED),--skip-passed=$(SKIP_PASSED)) tests
 

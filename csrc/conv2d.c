@@ -434,8 +434,8 @@ static void add_windows(const pyops_kernels *k, float *partial, const pyops_wind
     float *const rows = scratch + pyops_product_scratch(k), *const rows_of_dy = rows + k->MC * ROW;
     float *const packed = rows_of_dy + M * ROW, *const sums = packed + pyops_packed_b_size(k, BLOCK, M);
     float *const products = sums + count * M;       /* room for round_up(count, PYOPS_LANES) or MC rows of M */
-    /* a panel of a product has NR columns: with few filters, products of rows waste less */
-    const int by_rows = !k->micro.is_bf16 && 4 * M < 3 * pyops_round_up(M, k->NR);
+    /* A panel of a product has NR columns: with few filters, products of rows waste less.  The two add in other orders. */
+    const int by_rows = !k->micro.is_bf16 && 4 * M < 3 * pyops_round_up(M, k->is_exact ? 16 : k->NR);
     k->fill(sums, count * M, 0.0f);
     for (; q < to; q += BLOCK) {
         const int64_t n = pyops_min(BLOCK, to - q), padded = pyops_round_up(n, PYOPS_LANES);

@@ -63,27 +63,45 @@ static inline int has_avx2_vnni(void) {
 #endif
 }
 
-static pyops_kernels tables[2];                         /* of the precisions float32 and bfloat16 */
+static pyops_kernels tables[3];                         /* of float32, bfloat16, and float32 with equal bits everywhere */
+enum { FLOAT32, BF16, EXACT };
 static const char *int8_name;
 
-static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16) {
-    tables[0] = tables[1] = *table;
-    tables[1].micro = *bf16;
-    if (bf16->MR) tables[1].MR = bf16->MR, tables[1].MC = bf16->MC;
+/* exact: a table without fused multiply-adds, or NULL */
+static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16, const pyops_kernels *exact) {
+    for (int i = 0; i < 3; i++) tables[i] = *table;
+    tables[BF16].micro = *bf16;
+    if (bf16->MR) tables[BF16].MR = bf16->MR, tables[BF16].MC = bf16->MC;
+    if (!exact) return;
+    tables[EXACT].is_exact = 1;
+    tables[EXACT].micro = exact->micro;
+#define ROW(result, name, arguments) tables[EXACT].name = exact->name;
+    PYOPS_FLOAT_ROWS(ROW)
+#undef ROW
 }
+
+/* The table without fused multiply-adds that belongs to a table. */
+#ifdef __x86_64__
+#define EXACT_OF(table) EXACT_OF_##table
+#define EXACT_OF_generic &pyops_kernels_generic
+#define EXACT_OF_avx2 &pyops_kernels_exact_avx2
+#define EXACT_OF_avx512 &pyops_kernels_exact_avx512
+#else
+#define EXACT_OF(table) NULL
+#endif
 
 static void choose_tables(const char *requested) {
 #if defined __x86_64__ || defined __i386__
     __builtin_cpu_init();
 #define KERNEL(isa, table, test) \
     if ((PYOPS_LOWERED || (test)) && (!requested || !strcmp(requested, #isa))) \
-        return use(&pyops_kernels_##table, &pyops_bf16_##isa);
+        return use(&pyops_kernels_##table, &pyops_bf16_##isa, EXACT_OF(table));
 #include "kernels/kernels.inc"
 #undef KERNEL
 #else
     (void)requested;
 #endif
-    use(&pyops_kernels_generic, &pyops_bf16_generic);
+    use(&pyops_kernels_generic, &pyops_bf16_generic, EXACT_OF(generic));
 }
 
 /* Use VNNI with the tables of AVX2 and AVX-512, unless a table was requested by its own name. */
@@ -102,7 +120,7 @@ static void choose(void) {
     if (extension && !strcmp(tables[0].name, "avx2") && has_avx2_vnni()) vnni = pyops_int8_avx2_vnni;
     if (!vnni) return;
     int8_name = vnni == pyops_int8_avx512_vnni ? "avx512_vnni" : "avx2_vnni";
-    tables[0].int8_group = tables[1].int8_group = vnni;
+    for (int i = 0; i < 3; i++) tables[i].int8_group = vnni;
 #endif
 }
 
@@ -110,19 +128,33 @@ const char *pyops_int8_isa(void) { return int8_name; }
 const char *pyops_isa(void) { return tables[0].name; }
 const char *pyops_bf16_isa(void) { return tables[1].micro.name; }
 
-static int32_t precision;                               /* as in pyops_set_precision */
+static int32_t current;                                 /* the number of a table */
 __attribute__((constructor)) static void init_kernels(void) { choose(); }
-const pyops_kernels *pyops_active(void) { return &tables[__atomic_load_n(&precision, __ATOMIC_RELAXED) != 0]; }
+static int32_t current_table(void) { return __atomic_load_n(&current, __ATOMIC_RELAXED); }
+const pyops_kernels *pyops_active(void) { return &tables[current_table()]; }
 
-const pyops_kernels *pyops_in_float32(void) { return &tables[0]; }
-const pyops_kernels *pyops_in_bf16(void) { return &tables[1]; }
+const pyops_kernels *pyops_in_float32(void) { return &tables[pyops_is_exact() ? EXACT : FLOAT32]; }
+const pyops_kernels *pyops_in_bf16(void) { return &tables[BF16]; }
 
 pyops_status pyops_set_precision(int32_t wanted) {
     PYOPS_REQUIRE(wanted == 0 || wanted == 2, "set_precision: precision=%d, expected 0 (float32) or 2 (bfloat16) on the CPU",
                   wanted);
-    __atomic_store_n(&precision, wanted, __ATOMIC_RELAXED);
+    PYOPS_REQUIRE(wanted == 0 || !pyops_is_exact(),
+                  "set_precision: precision=2, expected 0 with exact kernels, or set_exact(0) first");
+    if (!pyops_is_exact()) __atomic_store_n(&current, wanted ? BF16 : FLOAT32, __ATOMIC_RELAXED);
     return PYOPS_OK;
 }
+
+pyops_status pyops_set_exact(int32_t exact) {
+    PYOPS_REQUIRE(exact == 0 || exact == 1, "set_exact: exact=%d, expected 0 or 1", exact);
+    PYOPS_REQUIRE(!exact || current_table() != BF16, "set_exact: exact=1, expected 0 with bfloat16, or set_precision(0) first");
+    PYOPS_REQUIRE(!exact || tables[EXACT].is_exact,
+                  "set_exact: exact=1, expected 0: this library has exact kernels for x86-64 alone");
+    if (exact || pyops_is_exact()) __atomic_store_n(&current, exact ? EXACT : FLOAT32, __ATOMIC_RELAXED);
+    return PYOPS_OK;
+}
+
+int32_t pyops_is_exact(void) { return current_table() == EXACT; }
 
 /* ---- threads ---- */
 int32_t pyops_threads(void) { return omp_get_max_threads(); }

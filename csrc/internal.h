@@ -43,10 +43,12 @@ typedef struct {
 
 /* ---- kernels: one table per instruction set ------------------------------------------
  * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
- * The list declares the fields of the table here and initialises them in kernels/table_body.inc.
+ * The lists declare the fields of the table here and initialise them in kernels/table_body.inc.  The first one has the kernels
+ * that may round sums in another order on another instruction set; exact tables have their own.  The others compute with
+ * integers, or round each element alone without a fused operation, or (screen) results that are only compared with a margin.
  */
 /* clang-format off */
-#define PYOPS_ROWS(ROW) \
+#define PYOPS_FLOAT_ROWS(ROW) \
     ROW(void,   fill,         (float *y, int64_t n, float value)) \
     ROW(void,   add,          (float *y, const float *x, int64_t n)) \
     ROW(void,   add_constant, (float *y, float value, int64_t n)) \
@@ -63,14 +65,12 @@ typedef struct {
     ROW(void,   gelu_tanh,    (float *y, const float *x, int64_t n)) \
     ROW(void,   gelu_tanh_back, (float *dx, const float *dy, const float *x, int64_t n)) \
     ROW(void,   from_bytes,   (float *y, const uint8_t *x, float scale, int64_t n)) \
-    ROW(int32_t, pixels_find, (uint16_t *indices, const uint8_t *x, int64_t I)) \
     ROW(void,   pixels_pack,  (float *packed, const float *w, int64_t n, int64_t step, int64_t readable)) \
     ROW(void,   pixels_times, (float *sums, const uint16_t *indices, int64_t nonzero, const uint8_t *x, const float *values, \
                                const float *w)) \
     ROW(void,   pixels_outer, (float *dw, const uint16_t *indices, int64_t nonzero, const uint8_t *x, const float *values, \
                                const float *dy, int64_t O)) \
     ROW(void,   add_rows,     (float *y, const float *x, int64_t R, int64_t C, int64_t ldx)) \
-    ROW(double, fma_loop,     (int64_t n)) \
     ROW(double, sum_squares,  (const float *x, int64_t n)) \
     ROW(float,  sum_shifted,  (const float *x, float shift, int64_t n)) \
     ROW(float,  max,          (const float *x, int64_t n)) \
@@ -142,14 +142,6 @@ typedef struct {
     ROW(void,   winograd_back, (float *y, int64_t ld, int64_t ldy, const pyops_tiles *t, int64_t C, int64_t q, int64_t n)) \
     ROW(void,   dots,         (float *y, const float *a, const float *b, float scale, int64_t R, int64_t C, \
                                int64_t lda, int64_t ldb)) \
-    ROW(void,   screen,       (int32_t *sums, const int16_t *x, const int8_t *panel, int64_t R, int64_t pairs, int64_t ld)) \
-    ROW(float,  to_int8,      (int8_t *y, const float *x, float scale, int64_t n)) \
-    ROW(void,   to_int16,     (int16_t *y, const float *x, float scale, int64_t n)) \
-    ROW(void,   to_bytes,     (uint8_t *y, const float *x, float factor, int64_t n)) \
-    ROW(void,   int8_group,   (float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R, \
-                               int64_t quads, int64_t ldy, int flags)) \
-    ROW(int64_t, next_not_below, (const int32_t *sums, const float *scales, const float *margins, const float *tops, \
-                                  float scale, float norm, float least, int64_t from, int64_t n)) \
     ROW(void,   attend,       (float *y, const float *q, const float *k, const float *v, const int64_t *at, float *weights, \
                                int64_t n, int64_t heads, int64_t C, float scale)) \
     ROW(void,   dot_products, (float *y, const float *a, const float *b, int64_t M, int64_t N, int64_t C, int64_t ldy, \
@@ -169,6 +161,22 @@ typedef struct {
     ROW(void,   softmax_back, (float *x, float *dx, const float *max, const float *sum, const float *dsum, \
                                const float *dropout_mask, const int32_t *n, float factor, int64_t keys, int64_t queries, \
                                int64_t ldx, int64_t ld_mask)) \
+    ROW(void,   strided_unary,        (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_binary,       (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_where,        (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_reduce,       (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \
+                                       int op))
+#define PYOPS_OTHER_ROWS(ROW) \
+    ROW(int32_t, pixels_find, (uint16_t *indices, const uint8_t *x, int64_t I)) \
+    ROW(double, fma_loop,     (int64_t n)) \
+    ROW(void,   screen,       (int32_t *sums, const int16_t *x, const int8_t *panel, int64_t R, int64_t pairs, int64_t ld)) \
+    ROW(float,  to_int8,      (int8_t *y, const float *x, float scale, int64_t n)) \
+    ROW(void,   to_int16,     (int16_t *y, const float *x, float scale, int64_t n)) \
+    ROW(void,   to_bytes,     (uint8_t *y, const float *x, float factor, int64_t n)) \
+    ROW(void,   int8_group,   (float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R, \
+                               int64_t quads, int64_t ldy, int flags)) \
+    ROW(int64_t, next_not_below, (const int32_t *sums, const float *scales, const float *margins, const float *tops, \
+                                  float scale, float norm, float least, int64_t from, int64_t n)) \
     ROW(void,   random_words, (uint32_t *out, int64_t first, int64_t n, uint64_t step, uint64_t key)) \
     ROW(void,   round_numbers, (float *y, const float *x, const int32_t *scales, int each, const uint32_t *words, int64_t n, \
                                 const pyops_rounding_of *how)) \
@@ -176,18 +184,14 @@ typedef struct {
     ROW(uint32_t, amax,       (const float *x, int64_t n)) \
     ROW(void,   amax_columns, (uint32_t *amax, const float *x, int64_t n)) \
     ROW(void,   block_scales, (int32_t *scales, const uint32_t *amax, int64_t n, const pyops_rounding_of *how)) \
-    ROW(void,   strided_unary,        (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_unary_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
-    ROW(void,   strided_binary,       (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_binary_int32, (void *const *p, const int64_t *step, int64_t n, int op)) \
-    ROW(void,   strided_where,        (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_where_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_from_int32,   (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_to_int32,     (void *const *p, const int64_t *step, int64_t n, int op)) \
-    ROW(void,   strided_reduce,       (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \
-                                       int op)) \
     ROW(void,   strided_reduce_int32, (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \
                                        int op))
+#define PYOPS_ROWS(ROW) PYOPS_FLOAT_ROWS(ROW) PYOPS_OTHER_ROWS(ROW)
 /* clang-format on */
 
 /* Rows of weight in a panel of rounded ones: see kernels/screen_body.inc. */
@@ -240,6 +244,7 @@ typedef struct {
     int64_t MC, KC; /* size of the block of a that fits in L2 */
     int64_t KB, B; /* at most KB rows and B floats of b are packed at a time, to fit in L3 */
     int any_col; /* whether a tile with a_row 1 accepts any a_col, or only MR (a packed a) */
+    int is_exact; /* the order of every sum must be the same for every instruction set: see pyops_set_exact */
     pyops_micro_kernel micro; /* for the current precision */
 #define ROW(result, name, arguments) result(*name) arguments;
     PYOPS_ROWS(ROW)
@@ -252,6 +257,8 @@ typedef struct {
     extern const pyops_micro_kernel pyops_bf16_##isa;
 #include "kernels/kernels.inc"
 #undef KERNEL
+/* The tables without fused multiply-adds; they have the kernels of PYOPS_FLOAT_ROWS and the micro-kernel alone. */
+extern const pyops_kernels pyops_kernels_exact_avx2, pyops_kernels_exact_avx512;
 const pyops_kernels *pyops_active(void);
 const pyops_kernels *pyops_in_float32(void), *pyops_in_bf16(void); /* the tables of a type, whatever the precision is */
 

@@ -59,6 +59,10 @@ PYOPS_API pyops_status pyops_set_threads(int32_t threads);      /* for calls fro
  * ties to even.  Sums are float32.  For all threads; not while a kernel runs.  On the CPU linear_argmax and the products of
  * attention and of pixels stay float32, in the CUDA library convolutions. */
 PYOPS_API pyops_status pyops_set_precision(int32_t precision);
+/* exact 1: float32 kernels give the same bits on every instruction set of x86-64: sums have the same order, and no addition is
+ * fused with a multiplication.  Not with bfloat16, and not in the CUDA library.  For all threads; not while a kernel runs. */
+PYOPS_API pyops_status pyops_set_exact(int32_t exact);
+PYOPS_API int32_t      pyops_is_exact(void);
 
 /* ---- replay: run a recorded list of calls without returning to the caller between them ----------
  * Every function below whose last argument is `stream` is a kernel and has a number.  An action is a kernel number and the

@@ -19,6 +19,7 @@ _FROM = {
     'gradcheck': 'pyops.differences',
     'load': 'pyops.text.translator',
     'seed': 'pyops.params',
+    'set_exact': 'pyops.backend',
     'enable_grad': 'pyops.autograd',
     'detect_anomaly': 'pyops.autograd',
     **dict.fromkeys(('arange', 'empty', 'eye', 'full', 'full_like', 'linspace', 'ones', 'ones_like',
@@ -36,6 +37,7 @@ TYPE_CHECKING = False                   # typing's name, which type checkers tak
 if TYPE_CHECKING:                       # the names of _FROM
     from pyops.autograd import Tensor, apply, detect_anomaly, enable_grad, grad, no_grad
     from pyops.autograd.tensor import concatenate, einsum, stack, where
+    from pyops.backend import set_exact
     from pyops.creation import (
         arange,
         empty,
@@ -64,7 +66,7 @@ if TYPE_CHECKING:                       # the names of _FROM
 __all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'concatenate', 'cpu', 'detect_anomaly', 'einsum', 'empty',
            'enable_grad', 'eye', 'from_dlpack', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'linspace', 'load',
            'no_grad', 'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like',
-           'randperm', 'seed', 'stack', 'tensor', 'use_gpu', 'where', 'zeros', 'zeros_like']
+           'randperm', 'seed', 'set_exact', 'stack', 'tensor', 'use_gpu', 'where', 'zeros', 'zeros_like']
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The environment variable PYOPS_BACKEND, which several modules read."""
+"""The environment variables PYOPS_BACKEND and PYOPS_EXACT, which several modules read."""
 import os
 
 from pyops.errors import UserError
@@ -13,3 +13,11 @@ def backend_name():
         raise UserError(f'PYOPS_BACKEND={name}: no such backend; set it to {", ".join(BACKENDS[:-1])} or {BACKENDS[-1]}, '
                         'or unset it')
     return name
+
+
+def exact_by_default():
+    """Return whether $PYOPS_EXACT is 1, not unset, empty or 0.  UserError for any other value."""
+    value = os.environ.get('PYOPS_EXACT') or '0'
+    if value not in ('0', '1'):
+        raise UserError(f'PYOPS_EXACT={value}: expected 1, for the same bits on every instruction set, or 0; unset it')
+    return value == '1'

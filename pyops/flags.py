@@ -10,7 +10,7 @@ import re
 import sys
 
 from pyops import COMPUTE_TYPES, CPU_PRECISIONS, PRECISIONS, __version__, examples
-from pyops.environment import backend_name
+from pyops.environment import backend_name, exact_by_default
 from pyops.errors import UserError, printable
 from pyops.programs import command as module_command
 
@@ -110,7 +110,7 @@ def list_programs(package, description, programs, arguments=None):
 
 
 def add_gpu_flag(parser):
-    """-g, --gpu 1 or 0; --precision."""
+    """-g, --gpu 1 or 0; --precision; --exact."""
     group = parser.group('GPU')
     group.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1,
                        help='1, or no value: run on a GPU, or on the emulator with PYOPS_EMULATE_CUDA=1; 0: run on the CPU, '
@@ -118,12 +118,16 @@ def add_gpu_flag(parser):
     group.add_argument('--precision', choices=PRECISIONS, help='round the factors of matrix products to this precision; '
                        'tf32: only on a GPU; bf16: on a GPU the transformer also stores activations as bfloat16; everything '
                        f'else stays float32 (default {PRECISIONS[0]})')
+    group.add_argument('--exact', action=argparse.BooleanOptionalAction,
+                       help='the same bits on every instruction set of x86-64, in more time; on the CPU with --precision fp32 '
+                       '(default: as PYOPS_EXACT and, for a resumed run, as before)')
 
 
 def use_gpu(args):
     """Select the device from the flags of `add_gpu_flag`, else from $PYOPS_BACKEND, and set args.gpu to 0 or 1.
 
-    UserError if there is no GPU, --precision tf32 is given without one, or $PYOPS_BACKEND is unknown or, without -g, numpy.
+    UserError if there is no GPU, --precision tf32 is given without one, --exact with one or with bf16, or $PYOPS_BACKEND is
+    unknown or, without -g, numpy.
     """
     name, source = backend_name(), 'PYOPS_BACKEND=gpu' if args.gpu is None else '-g 1'
     if args.gpu is None:
@@ -132,21 +136,32 @@ def use_gpu(args):
                             'set it to cpu or gpu, or unset it')
         args.gpu = int(name == 'gpu')
     from pyops import backend
+    precision = args.precision or PRECISIONS[0]
+    exact, given = (exact_by_default(), 'PYOPS_EXACT=1') if args.exact is None else (args.exact, '--exact')
+    if exact and args.gpu:
+        raise UserError(f'{given}: a GPU gives other bits; give -g 0 to run on the CPU, or --no-exact')
+    if exact and precision != 'fp32':
+        raise UserError(f'{given}: expected --precision fp32, got {precision}; give that, or --no-exact')
+    backend.HOST.exact = False                          # bfloat16 excludes exact kernels
     if not args.gpu and name != 'cpu':
         os.environ['PYOPS_BACKEND'] = 'cpu'             # -g 0 wins; pyops.ndarray reads the variable when it is imported
         backend.use(backend.HOST)
     if args.gpu:
         from pyops.ndarray import use_gpu
         try:
-            use_gpu(args.precision or PRECISIONS[0])
+            use_gpu(precision)
         except UserError as error:
             raise UserError(f'{source}: {error}') from error
         backend.HOST.precision = 'fp32'
     else:
-        precision = args.precision or PRECISIONS[0]
         if precision not in CPU_PRECISIONS:
             raise UserError(f'--precision {precision}: needs a GPU; give -g 1, or --precision {" or ".join(CPU_PRECISIONS)}')
         backend.HOST.precision = precision
+    if exact:
+        try:
+            backend.HOST.exact = True
+        except ValueError as error:
+            raise UserError(f'{given}: {error}; give --no-exact') from error
 
 
 def select_storage(args, quant='none'):

@@ -123,7 +123,7 @@ def proof(timeline: Timeline, again: Timeline, start: int, end: int) -> tuple[st
         return (f'step {step} : loss {loss:.6f} (float32 bits {bits(loss)}) as recorded; the losses and gradient norms of '
                 f'{int(recorded.sum())} steps, {start} to {end - 1}, have the recorded bits'), True
     was, now = (max(line.parts(step, step + 1), key=lambda part: part[1])[0].facts for line in (timeline, again))
-    changed = [f'{name} {was.get(name)}, now {now.get(name)}' for name in ('isa', 'device', 'precision', 'version')
+    changed = [f'{name} {was.get(name)}, now {now.get(name)}' for name in ('isa', 'device', 'precision', 'exact', 'version')
                if was.get(name) != now.get(name)]
     return (f'step {step} : loss {new:.6f} (float32 bits {bits(new)}) differs from the recorded {loss:.6f} ({bits(loss)}); '
             + (', '.join(changed) or 'the data, the program or the library has changed')), False

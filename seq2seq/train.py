@@ -56,6 +56,7 @@ def main(argv=None):
     if found.state:
         found.state['settings'] = OFF | found.state['settings']
     settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, flags.FIXED)
+    settings['exact'] = training.select_exact(args, found)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
     print(f'dropout : {settings["dropout"]}\nlr : {settings["lr"]}\ntiny : {settings["tiny"]}', flush=True)
 

@@ -73,6 +73,7 @@ def main(argv=None):
                             'give another folder with -c, or -e 0 to serve it')
         found.state['settings'].setdefault('activation', 'relu')        # older checkpoints
     settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, flags.FIXED, PRESETS)
+    settings['exact'] = training.select_exact(args, found)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
 
     # data

@@ -4,6 +4,7 @@
 #define VL 8
 #define TILE_M 6
 #define TILE_N 16
+#define EXACT 0
 #include "table_body.inc"
 #else
 typedef int no_avx2_on_this_architecture;

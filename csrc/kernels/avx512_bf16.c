@@ -5,6 +5,7 @@
 #define VL 16
 #define TILE_M 14
 #define TILE_N 32
+#define EXACT 0
 #include "bf16_body.inc"
 #else
 typedef int no_avx512_on_this_architecture;

@@ -12,6 +12,11 @@ const char *pyops_last_error(void) { return last_error; }
 int32_t pyops_abi_version(void) { return PYOPS_ABI_VERSION; }
 const char *pyops_isa(void) { return "cuda"; }
 const char *pyops_bf16_isa(void) { return "cuda"; }
+int32_t pyops_is_exact(void) { return 0; }
+pyops_status pyops_set_exact(int32_t exact) {
+    PYOPS_REQUIRE(exact == 0, "set_exact: exact=%d, expected 0: kernels of a GPU have other sums than those of the CPU", exact);
+    return PYOPS_OK;
+}
 const char *pyops_int8_isa(void) { return "cuda"; }
 const char *pyops_gemm_tile(void) { return "128x128"; }
 int32_t pyops_threads(void) { return 1; }

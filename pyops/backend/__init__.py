@@ -335,6 +335,13 @@ def int8_isa():
     return ffi.string(lib.pyops_int8_isa()).decode()
 
 
+def set_exact(exact: bool = True) -> None:
+    """Choose kernels that give the same bits on every instruction set of x86-64, or (False) the faster default; for the whole
+    process.  docs/determinism.md has the guarantee.   ValueError on another architecture, and with the precision bf16
+    """
+    HOST.exact = exact
+
+
 def threads():
     """Return the maximum number of threads of a kernel."""
     return library.cpu().lib.pyops_threads()

@@ -220,6 +220,15 @@ class CPU(KernelOperations, Host):
             self.check(library.cpu().lib.pyops_set_precision(PRECISIONS.index(name)))
             self._precision = name
 
+    @property
+    def exact(self):
+        """Whether float32 kernels give the same bits on every instruction set (pyops.set_exact)."""
+        return bool(library.cpu().lib.pyops_is_exact())
+
+    @exact.setter
+    def exact(self, value):
+        self.check(library.cpu().lib.pyops_set_exact(bool(value)))
+
     def wrap(self, owner, foreign=False):
         return Buffer(self, owner, _from_buffer(KINDS[owner.dtype], owner), foreign)
 

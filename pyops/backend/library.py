@@ -15,6 +15,7 @@ from typing import NamedTuple
 import _cffi_backend  # the part of cffi that calls C; the part that parses C is imported when it is needed
 
 from pyops import cache
+from pyops.environment import exact_by_default
 from pyops.errors import UserError, printable
 
 ABI_VERSION = 10
@@ -112,7 +113,8 @@ def _from_tables(module):
 
 @functools.cache
 def cpu():
-    """Return the CPU library.  UserError with the remedy if it is missing, has another ABI version or cannot use PYOPS_ISA."""
+    """Return the CPU library.  UserError with the remedy if it is missing, has another ABI version or cannot use PYOPS_ISA or
+    PYOPS_EXACT."""
     # PYOPS_LIBRARY: a library from another build, for example with a sanitizer
     header, path = PACKAGE / 'pyops.h', Path(os.environ.get('PYOPS_LIBRARY') or PACKAGE / 'libpyops.so')
     if not path.exists() or not header.exists():
@@ -132,6 +134,8 @@ def cpu():
         raise UserError(f'PYOPS_ISA={want}: this CPU cannot run it or it is unknown (generic, avx2, avx2_vnni, avx512, '
                         f'avx512_vnni, avx512_bf16, amx_bf16); '
                         f'unset it to let the library choose')
+    if exact_by_default() and lib.pyops_set_exact(1):
+        raise UserError(f'PYOPS_EXACT=1: {ffi.string(lib.pyops_last_error()).decode()}; unset it')
     return Library(ffi, lib, known)
 
 

@@ -420,9 +420,11 @@ def on_first(function: Callable[[], Any]) -> Any:
 def agree(**facts: Any) -> None:
     """Raise UserError, on all ranks, if a rank has other facts than rank 0.   facts: values that JSON can store
 
-    The version of pyops and the instruction set are compared, too: other instructions give other bits.
+    The version of pyops and the instruction set are compared, too: other instructions give other bits, except with exact
+    kernels (pyops.set_exact).
     """
-    facts = dict(version=__version__, instructions=f'{backend.isa()} {backend.bf16_isa()}') | facts
+    instructions = 'exact' if backend.HOST.exact else f'{backend.isa()} {backend.bf16_isa()}'
+    facts = dict(version=__version__, instructions=instructions) | facts
     if _world.network:
         facts['gpu'] = backend.current_device().model
     texts = gather({name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()})
@@ -431,7 +433,7 @@ def agree(**facts: Any) -> None:
             if theirs.get(name) != text:
                 raise UserError(f'{_world.name(other)} has {name} {_short(str(theirs.get(name)))}, and {_world.name(0)} has '
                                 f'{_short(text)}; start all ranks with the same program, flags and data, on machines with the '
-                                'same instruction set (PYOPS_ISA selects one)')
+                                'same instruction set (PYOPS_ISA selects one), or with --exact')
 
 
 def _short(text: str) -> str:

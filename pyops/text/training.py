@@ -8,7 +8,7 @@ from pyops import __version__, backend, checkpoint, distributed, fit, plan, quan
 from pyops.data import locate
 from pyops.data.batches import FixedBatches, TokenBatches
 from pyops.errors import UserError
-from pyops.flags import plan_requested
+from pyops.flags import plan_requested, use_gpu
 from pyops.optim import Adam, decaying_rate, inverse_square_root
 from pyops.steps import Cut
 from pyops.text import evaluation
@@ -199,10 +199,30 @@ def _find_checkpoint(args, program):
     return found
 
 
+def select_exact(args, found):
+    """Select exact kernels (pyops.set_exact) by --exact or --no-exact, else as the checkpoint found was trained, else by
+    PYOPS_EXACT.  Return whether they are used, for the settings of the run.  Print a line if they were not, or were, before.
+
+    UserError if a run that was exact cannot be: on a GPU, or with another precision
+    """
+    was = found.state and found.state['settings'].get('exact', False)
+    if was and args.exact is None:
+        args.exact = True
+        try:
+            use_gpu(args)
+        except UserError as error:
+            raise UserError(f'{found.path} was trained with --exact; {error}') from error
+    now = backend.HOST.exact
+    if was is not None and was != now:
+        print(f'{found.path} was trained {"with" if was else "without"} --exact, and is now trained '
+              f'{"with" if now else "without"} it', flush=True)
+    return now
+
+
 def session(args, program):
     """Return the facts about this start of a program that are needed to repeat its steps (pyops.rewind)."""
     return dict(program=program, flags=args.argv, folder=os.getcwd(), version=__version__, isa=backend.isa(),
-                device=repr(backend.current_device()), precision=args.precision)
+                device=repr(backend.current_device()), precision=args.precision, exact=backend.HOST.exact)
 
 
 def start_run(args, found, settings, data, model, optimizer, wanted=None):

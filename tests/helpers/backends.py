@@ -6,10 +6,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LOWERED = ROOT / 'build/lowered/libpyops.so'        # AVX-512 kernels compiled for AVX2, and AMX emulated
-SELECTED = 'PYOPS_BACKEND', 'PYOPS_EMULATE_CUDA', 'PYOPS_ISA'
+SELECTED = 'PYOPS_BACKEND', 'PYOPS_EMULATE_CUDA', 'PYOPS_ISA', 'PYOPS_EXACT'
 ON_GPU = {'PYOPS_BACKEND': 'gpu'}
 BACKENDS = {'cpu': {}, **{isa: {'PYOPS_ISA': isa} for isa in ('generic', 'avx2', 'avx512', 'amx_bf16')},
-            'emulated': ON_GPU | {'PYOPS_EMULATE_CUDA': '1'}, 'gpu': ON_GPU}
+            'exact': {'PYOPS_EXACT': '1'}, 'emulated': ON_GPU | {'PYOPS_EMULATE_CUDA': '1'}, 'gpu': ON_GPU}
 # used unless the variable is set.  PYOPS_SYNC: the call that caused an error raises it
 DEFAULTS = {'emulated': {'PYOPS_SYNC': '1', 'PYOPS_CHAINS': '500'}, 'gpu': {'PYOPS_SYNC': '1'}}
 # library, make target

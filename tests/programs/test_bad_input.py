@@ -121,6 +121,11 @@ FRESH = ' '.join(['-e 1 -c new', *SIZES])
 NUMBER = r'-?[\w.]+'
 SEE = '; see --help'
 CASES = [
+    # exact kernels
+    Case('exact in bfloat16', TRAIN, f'-f embedded --exact --precision bf16 {FRESH}',
+         '--exact: expected --precision fp32, got bf16; give that, or --no-exact'),
+    Case('exact on a GPU', TRAIN, f'-f embedded --exact -g 1 {FRESH}',
+         '--exact: a GPU gives other bits; give -g 0 to run on the CPU, or --no-exact'),
     # the corpus
     Case('empty corpus', TRAIN, f'-f empty.txt {FRESH}',
          r'empty\.txt: no sentence pairs; give a file with one pair a line and a tab between its sentences',

@@ -9,7 +9,7 @@ from conftest import ROOT, environment_without
 
 GPU = {'PYOPS_BACKEND': 'gpu', 'PYOPS_SYNC': '1'}
 EXPECTED = {'cpu': {}, 'generic': {'PYOPS_ISA': 'generic'}, 'avx2': {'PYOPS_ISA': 'avx2'}, 'avx512': {'PYOPS_ISA': 'avx512'},
-            'amx_bf16': {'PYOPS_ISA': 'amx_bf16'}, 'gpu': GPU,
+            'amx_bf16': {'PYOPS_ISA': 'amx_bf16'}, 'exact': {'PYOPS_EXACT': '1'}, 'gpu': GPU,
             'emulated': GPU | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_CHAINS': '500'}}
 
 
@@ -23,7 +23,7 @@ def run_pytest(*arguments, **environment):
 @pytest.mark.parametrize('name', BACKENDS)
 def test_a_backend_replaces_the_variables_of_any_other(name, monkeypatch):
     monkeypatch.setattr(backends, 'cpu_has', lambda isa: True)
-    others = {'PYOPS_BACKEND': 'numpy', 'PYOPS_EMULATE_CUDA': '1', 'PYOPS_ISA': 'sse', 'HOME': '/home'}
+    others = {'PYOPS_BACKEND': 'numpy', 'PYOPS_EMULATE_CUDA': '1', 'PYOPS_ISA': 'sse', 'PYOPS_EXACT': '0', 'HOME': '/home'}
     assert environment_of(name, others) == EXPECTED[name] | {'HOME': '/home'}
 
 

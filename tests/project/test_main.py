@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from pyops import PRECISIONS, __version__, doctor, examples
+from pyops import PRECISIONS, __version__, doctor, exact, examples
 from pyops import __main__ as command_line
 from pyops.__main__ import PROGRAMS, main
 from pyops.backend.library import ABI_VERSION
@@ -51,7 +52,18 @@ def test_the_report_is_readable_and_wrong_kernels_give_status_1(capsys, monkeypa
     assert left.value.code == 1
     assert [line for line in lines if not line.startswith(' ')] == ['software:', 'environment:', 'machine:', 'data:', 'extras:',
                                                                     'self-test:']
-    assert '  gradients       WRONG: Tanh' in lines and lines[-1].startswith('  matrix product  right, error ')
+    assert '  gradients       WRONG: Tanh' in lines and lines[-2].startswith('  matrix product  right, error ')
+    assert re.match(r'  exact weights   (right, [0-9a-f]{16} after 100 steps|none, )', lines[-1])
+
+
+@pytest.mark.skipif(platform.machine() != 'x86_64', reason='exact kernels need x86-64: run on a machine that has it')
+def test_weights_other_than_those_of_every_machine_give_status_1(capsys, monkeypatch):
+    monkeypatch.setattr('pyops.differences.every_op', lambda: [elementwise.Add])
+    monkeypatch.setattr(exact, 'EXPECTED', 'a' * 16)
+    with pytest.raises(SystemExit) as left:
+        main(['doctor'])
+    assert left.value.code == 1
+    assert re.search(r'  exact weights   WRONG, [0-9a-f]{16} after 100 steps, expected a{16}\n$', capsys.readouterr().out)
 
 
 def test_the_extras_are_those_of_pyproject_and_a_missing_or_old_package_has_a_remedy(monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ranks
+from backends import cpu_has
 from conftest import ROOT
 from ranks import needs_mpi
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest
@@ -444,6 +445,26 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_rank_0_saves(tmp_
 
 
 @needs_mpi
+@pytest.mark.skipif(not cpu_has('avx2'), reason='compares two instruction sets: run on a CPU with AVX2')
+def test_ranks_on_two_instruction_sets_train_the_bits_of_one_with_exact_kernels_alone(tmp_path):
+    program = [sys.executable, '-m', 'seq2seq.train', *TINY_SEQ2SEQ, '-e', '2', '--parts', '2']
+
+    def train(folder, *isas, exact=('--exact',)):
+        commands = [['-n', 1, 'env', f'PYOPS_ISA={isa}', *program, *exact, '-c', tmp_path / folder] for isa in isas]
+        process = ranks.start(*commands[0], *(part for command in commands[1:] for part in (':', *command)))
+        _, err = process.communicate(timeout=120)
+        return process.returncode, err
+
+    for folder, isas in ('one', ['avx2']), ('two', ['generic', 'avx2']):
+        status, err = train(folder, *isas)
+        assert status == 0, err
+    assert_same_training(newest(tmp_path / 'one'), newest(tmp_path / 'two'))
+    status, err = train('refused', 'generic', 'avx2', exact=())
+    line, = ranks.lines_of(err, 'seq2seq.train')
+    assert status == 2 and ' has instructions ' in line and line.endswith('(PYOPS_ISA selects one), or with --exact')
+
+
+@needs_mpi
 def test_ranks_with_other_flags_are_refused():
     program = [sys.executable, '-m', 'seq2seq.train', *TINY_SEQ2SEQ, '--max-steps', '1', '--seed']
     process = ranks.start('-n', 1, *program, '1', ':', '-n', 1, *program, '2')
@@ -451,7 +472,7 @@ def test_ranks_with_other_flags_are_refused():
     line, = ranks.lines_of(err, 'seq2seq.train')
     host = os.uname().nodename
     assert process.returncode == 2 and line.startswith(f'seq2seq.train: error: rank 1 on {host} has settings ')
-    assert line.endswith('(PYOPS_ISA selects one)')
+    assert line.endswith('(PYOPS_ISA selects one), or with --exact')
 
 
 @pytest.mark.parametrize('more, message', [
