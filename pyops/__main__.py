@@ -6,7 +6,7 @@ python -m pyops plan mnist ...              every kernel and tensor of a trainin
 python -m pyops data list|get               data sets: as python -m pyops.data
 python -m pyops serve CKPT                  translations over HTTP
 python -m pyops gradcheck [OP ...]          gradients of ops against central differences, all ops by default
-python -m pyops inspect ...                 saved tensors: draw, serve, compare, products, sensitivity
+python -m pyops inspect ...                 saved tensors: draw, serve, compare, products, runs, sensitivity
 python -m pyops export ...                  a checkpoint in the format of another program
 python -m pyops replay FILE                 a kernel call that --check-finite saved, again
 python -m pyops rewind RUN --step N         any tensor of a past step of a run; also bisect, branch
@@ -74,7 +74,8 @@ def parser():
     check.add_argument('--json', action='store_true', help='print the results as one JSON document')
     check.set_defaults(run=gradcheck)
     inspected = command.add_commands(commands.add_parser(
-        'inspect', help='look at saved tensors: draw, serve, compare, products; and at the sensitivity of a model to formats'))
+        'inspect', help='look at saved tensors: draw, serve, compare, products, runs; and at the sensitivity of a model to '
+        'formats'))
     sensitivity_flags(inspected.add_parser('sensitivity', help='measure what rounding each operand does to a training step; '
                                            'find a cheap recipe'))
     serve.add_flags(commands.add_parser('serve', help='translate with a checkpoint over HTTP'))

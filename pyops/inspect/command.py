@@ -1,4 +1,4 @@
-"""python -m pyops inspect draw|serve|compare|products: the command line of this folder.
+"""python -m pyops inspect draw|serve|compare|products|runs: the command line of this folder.
 
 A command is a module with run(options) -> exit status.  It is imported when the command runs, so --help does not load its
 dependencies.
@@ -6,17 +6,18 @@ dependencies.
 import argparse
 import importlib
 
-from pyops.flags import add_address_flags, output_file
+from pyops.flags import add_address_flags, non_negative_float, output_file
 from pyops.inspect.choice import patterns, size, steps
 
 
 def add_commands(parser):
-    """Declare draw, serve, compare and products as subcommands of an ArgumentParser, and return the subcommands."""
+    """Declare draw, serve, compare, products and runs as subcommands of an ArgumentParser, and return the subcommands."""
     commands = parser.add_commands()
     _add_draw(commands.add_parser('draw', help='draw pictures, statistics and an interactive page of saved tensors'))
     _add_serve(commands.add_parser('serve', help='serve the interactive page, live, during a training run'))
     _add_compare(commands.add_parser('compare', help='rank the errors of number formats on saved tensors, worst first'))
     _add_products(commands.add_parser('products', help='rank the errors of products of saved tensors in every pair of formats'))
+    _add_runs(commands.add_parser('runs', help='find the first step and action where training runs part'))
     return commands
 
 
@@ -43,8 +44,9 @@ def _add_draw(parser):
 
 
 def _add_serve(parser):
-    parser.add_argument('logs', type=_path, metavar='LOGS',
-                        help='folder of saved tensors; may be created later')
+    parser.add_argument('logs', type=_path, nargs='+', metavar='LOGS',
+                        help='folder of saved tensors, which may be created later; several are shown side by side, each as '
+                        'FOLDER or NAME=FOLDER')
     add_address_flags(parser, 8765)
     parser.add_argument('--open', action='store_true', help='open the page in a browser')
     parser.set_defaults(run=_runs('serve'))
@@ -85,6 +87,26 @@ def _add_products(parser):
     parser.set_defaults(run=_runs('products'))
 
 
+def _add_runs(parser):
+    parser.add_argument('runs', type=_path, nargs='+', metavar='RUN',
+                        help='folder of saved tensors, or NAME=FOLDER; the first is the reference of the others')
+    parser.add_argument('--tolerance', type=non_negative_float, default=1e-5, metavar='X',
+                        help='runs part where the root mean square of a difference, divided by that of the reference, exceeds '
+                        'X; 0: at any difference (default %(default)s)')
+    group = parser.group('tensors')
+    _add_layers(group)
+    _add_tensor_names(group)
+    _add_steps(group)
+    parser.add_argument('--sort', default='worst', choices=('worst', 'order'),
+                        help='worst: largest difference first; order: as the step computes the actions (default %(default)s)')
+    add_output_flags(parser)
+    parser.add_argument('--csv', type=output_file, metavar='FILE',
+                        help='also write a CSV file with one line per pair of tensors')
+    parser.add_argument('--page', type=_path, metavar='DIR',
+                        help='also write DIR/index.html, the page with all runs side by side')
+    parser.set_defaults(run=_runs('runs'))
+
+
 def add_output_flags(parser):
     """--top, --json and -o of a command that prints a table."""
     parser.add_argument('--top', type=whole_number(1), metavar='N', help='number of lines (default 30; with --json all)')
@@ -98,14 +120,18 @@ def _add_choice(parser):
     group.add_argument('--formats', default='all', metavar='all|NAME[,NAME:OPTION=VALUE]',
                        help='number formats, such as mxfp8,mxfp4:scale=even (default %(default)s)')
     _add_layers(group)
-    group.add_argument('--names', type=patterns, default=('*',), metavar='PATTERN',
-                       help="tensors, such as 'grad_*' or input,weight (default *)")
+    _add_tensor_names(group)
     _add_steps(group)
 
 
 def _add_layers(group):
     group.add_argument('--layers', type=patterns, default=('*',), metavar='PATTERN',
                        help="layers, such as 'encoder.*' or linear_L3; several separated by commas (default *)")
+
+
+def _add_tensor_names(group):
+    group.add_argument('--names', type=patterns, default=('*',), metavar='PATTERN',
+                       help="tensors, such as 'grad_*' or input,weight (default *)")
 
 
 def _add_steps(group):

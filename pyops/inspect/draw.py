@@ -124,7 +124,7 @@ def draw(logs, folder, options=None):
     summary = Summary(skipped=list(source.skipped))
     jobs = _jobs(source, entries, folder, texts, options, summary)
     records, written = [], set()
-    with _workers(options.jobs, len(jobs)) as work:
+    with workers(options.jobs, len(jobs)) as work:
         for result in watch(work(_draw_tensor, jobs), len(jobs), 'pictures'):
             if isinstance(result.record, tuple):
                 summary.skipped.append(result.record)
@@ -313,7 +313,7 @@ def _tags_of(entry):
 
 
 @contextlib.contextmanager
-def _workers(processes, tasks):
+def workers(processes, tasks):
     """Return an ordered map over at most this many processes (0: one per core).  One process per 4 tasks is the limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     processes = min(processes or cores, math.ceil(tasks / 4))

@@ -177,9 +177,9 @@ class Logs:
         subfolders = self._refresh('', new)
         for name in sorted(subfolders):
             self._refresh(name, new)
-        new.sort(key=_sort_key)
+        new.sort(key=sort_key)
         if new:
-            self.entries = sorted(self.entries + new, key=_sort_key)
+            self.entries = sorted(self.entries + new, key=sort_key)
         return new
 
     def _refresh(self, name: str, new: list[Entry]) -> list[str]:
@@ -199,7 +199,7 @@ class Logs:
         """
         if not entry.mask:
             return None
-        lengths = self._batch(entry).get('lengths') or {}
+        lengths = self.batch(entry).get('lengths') or {}
         for item in entry.mask:
             side, count = item['of'], entry.shape[item['batch']]
             if len(lengths.get(side, ())) != count:
@@ -213,7 +213,7 @@ class Logs:
         The result is (Tq query words, Tk key words) with '' at padding, or None if the manifest has no words.
         """
         sides = {item['time']: item['of'] for item in entry.mask}
-        words = self._batch(entry).get('tokens')
+        words = self.batch(entry).get('tokens')
         if not words or len(entry.shape) != 4 or not {2, 3} <= sides.keys():
             return None
         result = []
@@ -225,7 +225,8 @@ class Logs:
             result.append([*sentences[sentence][:size], *[''] * (size - len(sentences[sentence]))])
         return result[0], result[1]
 
-    def _batch(self, entry: Entry) -> dict[str, Any]:
+    def batch(self, entry: Entry) -> dict[str, Any]:
+        """Return the manifest's batch line of the entry's step, with `lengths` and `tokens`; {} without one."""
         name = os.path.relpath(entry.folder, self.folder)
         state = self._folders.get('' if name == '.' else name)
         return state.manifest.batches.get((entry.run, entry.step), {}) if state else {}
@@ -267,7 +268,8 @@ def _origin(folder: str, training: int) -> dict[str, str]:
 _PLACES = 'folder', 'training', 'part', 'rank', 'sample', 'group'
 
 
-def _sort_key(entry: Entry) -> tuple[int, int, int, str, str]:
+def sort_key(entry: Entry) -> tuple[int, int, int, str, str]:
+    """The order of Logs.entries: by step, then as the run wrote them."""
     return entry.step, entry.counter, entry.run, entry.relative_path, entry.key
 
 

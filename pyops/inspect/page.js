@@ -76,7 +76,7 @@ const data = {run: {}, steps: [], skipped: [], formats: head.formats, omissions:
 
 function clear() {
   Object.assign(data, {tensors: [], tree: new Map(), quality: new Map(), pictured: null, pending: 0, waiting: '',
-                       hasRuns: false});
+                       hasRuns: false, partings: null, partingsKey: ''});
 }
 
 const roleOf = tensor => `${tensor.operation}.${tensor.name}`;
@@ -110,8 +110,8 @@ const embedded = {
   async start() {
     const all = await inflate($('catalogue').textContent);
     clear();
-    const {run, steps, skipped, omissions, tensors, quality} = all;
-    Object.assign(data, {run, steps, skipped, omissions, pictured: new Set(all.pictured)});
+    const {run, steps, skipped, omissions, tensors, quality, partings} = all;
+    Object.assign(data, {run, steps, skipped, omissions, partings, pictured: new Set(all.pictured)});
     tensors.forEach(add);
     for (const format in quality) quality[format].forEach((numbers, id) => addQuality(format, id, numbers));
     redraw();
@@ -148,7 +148,8 @@ const live = {
     return answer.json();
   },
   async ask() {
-    const news = await this.get('changes', {serial: data.serial, after: this.version, format: choice().format});
+    const news = await this.get('changes', {serial: data.serial, after: this.version, format: choice().format,
+                                            partings: data.partingsKey});
     if (news.serial !== data.serial) {          // the server was restarted or the folder was replaced
       clear();
       details.clear();
@@ -166,8 +167,9 @@ const live = {
       addQuality(format, id, numbers);
       data.tensors[id].statistics ??= statistics;
     }
+    if (news.partings) Object.assign(data, {partings: news.partings, partingsKey: news.partings.key});
     data.edition++;
-    if (rows || !document.documentElement.dataset.drawn) redraw();
+    if (rows || news.partings || !document.documentElement.dataset.drawn) redraw();
     else if (curves) drawTraining(choice(), resolve(choice()));
     return news.more ? 0 : POLL;
   },
@@ -211,7 +213,7 @@ function connection(works) {
 
 // The values of an empty hash; `resolve` replaces missing and invalid values.
 const DEFAULTS = {layer: '', role: '', step: NEWEST, copy: '', format: '', view: 'values', flow: '', attention: '',
-                  sentence: '0', head: '0', sort: 'sqnr_db', order: 'ascending', words: ''};
+                  sentence: '0', head: '0', sort: 'sqnr_db', order: 'ascending', words: '', stat: 'rms', counts: 'log'};
 
 function choice() {
   const given = new URLSearchParams(location.hash.slice(1)), result = {...DEFAULTS};
@@ -380,6 +382,17 @@ function empty(id, reason) {
   node.replaceChildren(element('p', {className: 'empty', textContent: reason}));
 }
 
+// The subfolder and the training of a tensor, as the steps name them; '' if there is one run.
+const runLabel = tensor => [tensor.folder, data.hasRuns ? `run ${tensor.run + 1}` : ''].filter(Boolean).join(', ');
+
+// The colour of a run is the same in all plots.
+function runLine(label) {
+  const labels = [...new Set([...data.steps.map(point => point[3]), ...data.tensors.map(runLabel)])].filter(Boolean).sort();
+  const i = Math.max(0, labels.indexOf(label));
+  return {color: i ? RUNS[(i - 1) % RUNS.length] : colour('accent'), width: 1.8, dash: i <= RUNS.length ? 'solid' : 'dot'};
+}
+
+const LEGEND = {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0, font: {size: 11}};
 const RUNS = ['#d55e00', '#009e73', '#b8559a', '#b08000', '#2f9fd0', '#7f7f7f'];         // colours of the second run and so on
 
 function drawCurve(id, column, name, chosenStep) {
@@ -388,25 +401,27 @@ function drawCurve(id, column, name, chosenStep) {
   if (!points.length) return empty(id, head.live ? `No ${name} yet.` : `No ${name} was recorded.`);
   const last = points.at(-1);
   const logarithmic = column === 2 && points.every(point => point[2] > 0);
-  const traces = runs.map((run, i) => {
+  const traces = runs.map(run => {
     const own = points.filter(point => point[3] === run);
     return {
       type: 'scatter', mode: own.length < 40 ? 'lines+markers' : 'lines', name: escaped(run), x: own.map(point => point[0]),
-      y: own.map(point => point[column]), marker: {size: 5}, hovertemplate: `step %{x}<br>%{y:.5g}<extra>${escaped(run)}</extra>`,
-      line: {color: i ? RUNS[(i - 1) % RUNS.length] : colour('accent'), width: 1.8, dash: i <= RUNS.length ? 'solid' : 'dot'},
+      y: own.map(point => point[column]), marker: {size: 5}, line: runLine(run),
+      hovertemplate: `step %{x}<br>%{y:.5g}<extra>${escaped(run)}</extra>`,
     };
   });
   const values = points.map(point => point[column]);
   plot(id, traces, {
     xaxis: {title: {text: 'step'}}, yaxis: logarithmic ? logAxis(values) : {exponentformat: 'power'}, uirevision: 'constant',
-    showlegend: runs.length > 1, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0, font: {size: 11}},
-    shapes: chosenStep === undefined ? [] : [{
-      type: 'line', xref: 'x', yref: 'paper', x0: chosenStep, x1: chosenStep, y0: 0, y1: 1,
-      line: {color: colour('soft'), width: 1.2, dash: 'dot'},
-    }],
+    showlegend: runs.length > 1, legend: LEGEND, shapes: stepLine(chosenStep),
   }, `${name} over ${points.length} steps${runs.length > 1 ? ` of ${runs.length} runs` : ''}; ${shown(last[column])} at step `
      + `${last[0]}`);
 }
+
+// A vertical line at the chosen step.
+const stepLine = step => step === undefined ? [] : [{
+  type: 'line', xref: 'x', yref: 'paper', x0: step, x1: step, y0: 0, y1: 1,
+  line: {color: colour('soft'), width: 1.2, dash: 'dot'},
+}];
 
 // rms of a gradient in every layer: one line per step, or a map if there are many steps
 function drawFlow(chosen, found) {
@@ -509,6 +524,224 @@ function heat(map, name) {
   return {traces, largest, hasInfinite};
 }
 
+// ---- over steps -----------------------------------------------------------------------------------------------------
+
+// A curve of one statistic of the selected layer and role, one line per run.
+function drawOver(chosen, found) {
+  const names = [...head.description, ...head.quality], stat = names.includes(chosen.stat) ? chosen.stat : DEFAULTS.stat;
+  fill($('stat'), names.map(name => [name, name.replaceAll('_', ' ')]), stat);
+  $('stat').disabled = !found;
+  $('curve-of').textContent = found ? `of ${found.layer} ${roleLabel(found.role)}` + (head.quality.includes(stat)
+    ? `, in ${chosen.format}` : '') : '';
+  if (!found) return empty('curve', 'No tensor yet.');
+  const value = tensor => head.description.includes(stat) ? statistic(tensor, stat)
+    : measure(qualityOf(tensor, chosen.format), stat);
+  const place = tensor => [tensor.place, tensor.time ?? ''].join('.'), runs = new Map();
+  for (const copies of data.tree.get(found.layer).get(found.role).values()) {
+    for (const tensor of copies) {
+      const y = value(tensor);
+      if (place(tensor) !== place(found.tensor) || !Number.isFinite(y)) continue;
+      branch(runs, runLabel(tensor), () => []).push([tensor.step, y]);
+    }
+  }
+  const all = [...runs.values()].flat().map(([, y]) => y);
+  if (!all.length) return empty('curve', head.live ? 'Not measured yet.' : 'No finite value.');
+  const byName = ([one], [other]) => one < other ? -1 : 1;
+  const traces = [...runs].sort(byName).map(([run, points]) => {
+    points.sort(([a], [b]) => a - b);
+    return {type: 'scatter', mode: points.length < 40 ? 'lines+markers' : 'lines', name: escaped(run),
+            x: points.map(([x]) => x), y: points.map(([, y]) => y), line: runLine(run), marker: {size: 6},
+            hovertemplate: `step %{x}<br>%{y:.6g}<extra>${escaped(run)}</extra>`};
+  });
+  const isLog = all.every(y => y > 0) && Math.max(...all) > 30 * Math.min(...all);
+  plot('curve', traces, {
+    xaxis: {title: {text: 'step'}}, yaxis: isLog ? logAxis(all) : {exponentformat: 'power'}, showlegend: runs.size > 1,
+    legend: LEGEND, shapes: stepLine(found.step), uirevision: `${found.layer} ${found.role} ${stat}`,
+  }, `${stat} of ${found.layer} ${found.role} over ${new Set(traces.flatMap(trace => trace.x)).size} steps, ${runs.size} runs`);
+}
+
+const PANELS = 6;
+
+// rms of a gradient by layer and step, a map per run with one colour scale.
+function drawLayers(found) {
+  const role = $('flow-role').value;
+  const gradients = data.tensors.filter(tensor => tensor.operation === 'backward' && tensor.name === role);
+  const all = [...new Set(gradients.map(runLabel))].sort(), labels = all.slice(0, PANELS);
+  $('layers-card').hidden = all.length < 2;
+  if (all.length < 2) return empty('layers', 'There is one run.');
+  const layers = [...new Set(gradients.map(tensor => tensor.layer))], place = new Map(layers.map((layer, i) => [layer, i]));
+  $('layers-title').textContent = `Gradients through the layers: rms of ${role} in ${layers.length} layers`;
+  $('layers-note').textContent = all.length > PANELS ? `the first ${PANELS} of ${all.length} runs` : '';
+  const traces = [], axes = {}, titles = [], wide = 1 / labels.length;
+  labels.forEach((label, i) => {
+    const own = gradients.filter(tensor => runLabel(tensor) === label), suffix = i ? String(i + 1) : '';
+    const steps = [...new Set(own.map(tensor => tensor.step))].sort((a, b) => a - b);
+    // several tensors of one layer and step, such as the time steps of a GRU: the root mean square of their rms
+    const sums = layers.map(() => steps.map(() => [0, 0])), column = new Map(steps.map((value, k) => [value, k]));
+    for (const tensor of own) {
+      const rms = statistic(tensor, 'rms'), cell = sums[place.get(tensor.layer)][column.get(tensor.step)];
+      if (Number.isFinite(rms)) { cell[0] += rms * rms; cell[1]++; }
+    }
+    const z = sums.map(line => line.map(([sum, count]) => count ? Math.sqrt(sum / count) : null));
+    traces.push({
+      type: 'heatmap', x: steps.map(String), y: range(layers.length),
+      z: z.map(line => line.map(value => value > 0 ? Math.log10(value) : null)),
+      customdata: z, text: layers.map(name => steps.map(() => escaped(name))), coloraxis: 'coloraxis', xaxis: `x${suffix}`,
+      yaxis: `y${suffix}`, hovertemplate: `%{text}<br>step %{x}: %{customdata:.4g}<extra>${escaped(label)}</extra>`,
+    });
+    const labelled = range(layers.length).filter(k => k % Math.ceil(layers.length / 14) === 0);
+    const domain = [i * wide + (i ? 0.012 : 0), (i + 1) * wide - (i < labels.length - 1 ? 0.012 : 0)];
+    axes[`xaxis${suffix}`] = {type: 'category', domain, anchor: `y${suffix}`, nticks: 8, title: {text: 'step'},
+                              gridcolor: colour('grid')};
+    axes[`yaxis${suffix}`] = {
+      anchor: `x${suffix}`, autorange: 'reversed', tickvals: labelled, automargin: !i, showticklabels: !i,
+      ...(i ? {matches: 'y'} : {}),
+      ticktext: labelled.map(k => escaped(briefLayer(layers[k], 24))), tickfont: {size: 10}, gridcolor: colour('grid'),
+    };
+    titles.push({
+      text: escaped(brief(label, Math.floor(90 / labels.length))), x: (domain[0] + domain[1]) / 2, y: 1.01, xref: 'paper',
+      yref: 'paper', xanchor: 'center', yanchor: 'bottom', showarrow: false, font: {size: 12, color: runLine(label).color},
+    });
+  });
+  plot('layers', traces, {
+    ...axes, annotations: titles, margin: {l: 60, r: 10, t: 26, b: 40}, uirevision: role,
+    coloraxis: {colorscale: 'Cividis', colorbar: {thickness: 10, outlinewidth: 0, title: {text: 'log10', side: 'right'}}},
+  }, `rms of ${role} in ${layers.length} layers, a map of layers by steps for each of ${labels.length} runs; step `
+     + `${found?.step ?? 0} is selected`);
+}
+
+// The attention weights of one sentence and head at several steps, a row per run.
+async function drawGrowth(chosen, found, isStale) {
+  const weights = found && resolveAttention(chosen, found);
+  const steps = weights ? data.tree.get(weights.layer).get(roleOf(weights.tensor)) : new Map(), sorted = sortedSteps(steps);
+  const same = (one, other) => one.rank === other.rank && one.sample === other.sample && one.place === other.place;
+  const has = tensor => !data.pictured || data.pictured.has(tensor.id);
+  const labels = [...new Set([...steps.values()].flat().map(runLabel))].sort().slice(0, 4);
+  const at = (label, step) => steps.get(step)
+    .find(tensor => runLabel(tensor) === label && same(tensor, weights.tensor) && has(tensor));
+  const usable = sorted.filter(step => labels.some(label => at(label, step)));
+  const count = Math.min(PANELS, usable.length);
+  const chosenSteps = [...new Set(range(count).map(i => usable[Math.round(i * (usable.length - 1) / Math.max(1, count - 1))]))];
+  const cells = labels.flatMap((label, row) => chosenSteps.map((step, column) => ({row, column, tensor: at(label, step)})))
+    .filter(cell => cell.tensor);
+  $('growth-card').hidden = cells.length < 2;
+  if (cells.length < 2) return empty('growth', 'There are no weights of several steps.');
+  const sentence = Math.max(0, Math.trunc(chosen.sentence) || 0), chosenHead = Math.max(0, Math.trunc(chosen.head) || 0);
+  const maps = await Promise.all(cells.map(async cell => {
+    try {
+      const all = await cached(cell.tensor, '', 'attention', Math.min(sentence, cell.tensor.shape[0] - 1));
+      const index = Math.min(sentence, all.first + all.maps.length - 1), [rows, columns] = all.shape;
+      const start = Math.min(chosenHead, all.heads - 1) * rows * columns;
+      return matrix(floats(all.maps[index - all.first]), rows, columns, start).map(finite);
+    } catch {
+      return null;
+    }
+  }));
+  if (isStale()) return;
+  const known = maps.filter(Boolean);
+  if (!known.length) return empty('growth', 'The attention weights cannot be read.');
+  $('growth-title').textContent = `Attention over training: ${weights.layer}, sentence ${sentence}, head ${chosenHead}`;
+  $('growth-note').textContent = [`a row per run${labels.some(Boolean) ? `: ${labels.join(', ')}` : ''}`, 'a column per step',
+                                  'each step has its own batch', 'click: show this step'].join(' \u00b7 ');
+  show('growth', [...cells.map(cell => cell.tensor.id), sentence, chosenHead, weights.tensor.id],
+       () => drawPanels(cells, maps, chosenSteps, labels, weights.tensor));
+}
+
+function drawPanels(cells, maps, steps, labels, selected) {
+  const rows = Math.max(...maps.map(map => map?.length ?? 0)), columns = Math.max(...maps.map(map => map?.[0].length ?? 0));
+  const beside = Math.max(1, Math.round(columns / 12)), above = Math.max(1, Math.round(rows / 5));      // gaps, in cells
+  const z = Array.from({length: labels.length * (rows + above)}, () => Array(steps.length * (columns + beside)).fill(null));
+  const corner = cell => [cell.row * (rows + above) + above, cell.column * (columns + beside)];
+  cells.forEach((cell, i) => maps[i]?.forEach((line, row) => line.forEach((value, column) => {
+    z[corner(cell)[0] + row][corner(cell)[1] + column] = value;
+  })));
+  const axis = {visible: false, constrain: 'domain', fixedrange: true, automargin: false}, node = $('growth');
+  plot('growth', [{type: 'heatmap', z, colorscale: shares(), zmin: 0, zmax: 1, showscale: false, hoverongaps: false,
+                   hovertemplate: '%{z:.3f}<extra></extra>'}], {
+    margin: {l: 8, r: 8, t: 8, b: 8}, xaxis: {...axis, constraintoward: 'left'},
+    yaxis: {...axis, autorange: 'reversed', scaleanchor: 'x', constraintoward: 'top'},
+    annotations: cells.map(cell => ({
+      x: corner(cell)[1] - 0.5, y: corner(cell)[0] - 0.5, xanchor: 'left', yanchor: 'bottom', showarrow: false, borderpad: 1,
+      text: cell.row ? escaped(brief(labels[cell.row], 12)) : `step ${steps[cell.column]}`, font: {size: 11},
+    })),
+    shapes: cells.map((cell, i) => ({
+      type: 'rect', x0: corner(cell)[1] - 0.5, x1: corner(cell)[1] + (maps[i]?.[0].length ?? 0) - 0.5,
+      y0: corner(cell)[0] - 0.5, y1: corner(cell)[0] + (maps[i]?.length ?? 0) - 0.5, fillcolor: colour('hole'), layer: 'below',
+      line: cell.tensor === selected ? {width: 2.5, color: colour('accent')} : {width: 1, color: colour('line')},
+    })),
+  }, `Attention weights of one head at steps ${steps.join(', ')}, ${labels.length} runs`);
+  node.pick = ([row, column]) => {
+    const cell = cells.find(one => one.row === Math.floor((row - above) / (rows + above))
+                                   && one.column === Math.floor(column / (columns + beside)));
+    if (cell) choose({step: String(steps[cell.column])});
+  };
+  if (!node.listens) node.on('plotly_click', event => node.pick([event.points[0].y, event.points[0].x]));
+  node.listens = true;
+}
+
+// ---- differences of runs ---------------------------------------------------------------------------------------------
+
+const DIFFERENCES = ['run', 'layer', 'role', 'action', 'worst relative difference', 'at step', 'largest difference',
+                     'first step beyond the tolerance'];
+
+// A difference as text; null stands for a number that is not finite.
+const distance = value => value === null ? '\u221e' : shown(value, 4);
+
+function drawPartings() {
+  const {partings} = data;
+  $('differences-part').hidden = !partings?.rows.length;
+  if (!partings) return $('partings').replaceChildren();
+  const {reference, names, first, losses, tolerance, settings} = partings;
+  $('partings').replaceChildren(...names.slice(1).map(name => {
+    const one = first[name], loss = losses[name], parts = [];
+    const given = Object.entries(settings[name] ?? {}).filter(([, value]) => isPlain(value));
+    if (given.length) parts.push(given.map(([key, value]) => `${key} ${value}`).join(', '));
+    parts.push(one ? `the first tensor beyond the tolerance is ${one.action} at step ${one.step}: `
+                     + (one.reason || distance(one.relative)) : 'no tensor is beyond the tolerance');
+    parts.push(loss ? `the loss parts at step ${loss[0]}: ${shown(loss[1], 6)}, ${shown(loss[2], 6)}` : 'the losses agree');
+    const item = element('li', {textContent: `${name} and ${reference}: ${parts.join('; ')}`});
+    if (one) {
+      const link = element('button', {type: 'button', className: 'small', textContent: 'show'});
+      link.addEventListener('click', () => showTensor(one.layer, `${one.operation}.${one.name}`, one.step));
+      item.append(' ', link);
+    }
+    return item;
+  }));
+  const pending = partings.pending ? `, ${partings.pending} pairs not compared yet` : '';
+  $('differences-title').textContent = `Differences from ${reference}: ${partings.rows.length} actions, `
+    + `${partings.compared} pairs of tensors, tolerance ${tolerance}${pending}`;
+  const table = $('differences'), isText = i => i < 4, hidden = [1, 2];
+  const heading = (label, i) => element('th', {scope: 'col', className: isText(i) ? 'text' : ''},
+                                        element('span', {className: 'cell', textContent: label}));
+  table.tHead.replaceChildren(element('tr', {}, ...DIFFERENCES.map(heading).filter((_, i) => !hidden.includes(i))));
+  table.tBodies[0].replaceChildren(...partings.rows.slice(0, ROWS).map((row, at) => {
+    const line = element('tr', {tabIndex: -1}, ...row.flatMap((value, i) => hidden.includes(i) ? [] : [element('td', {
+      className: isText(i) ? 'text' : '',
+      textContent: isText(i) ? value : i === 7 ? value ?? '\u2013' : i === 5 ? value : distance(value)})]));
+    line.dataset.at = at;
+    return line;
+  }));
+}
+
+function showTensor(layer, role, step) {
+  choose({layer, role, step: String(step), copy: '', attention: ''});
+  jump('tensor');
+}
+
+function pickDifference(line) {
+  if (!line) return;
+  const row = data.partings.rows[line.dataset.at];
+  showTensor(row[1], row[2], row[7] ?? row[5]);
+}
+
+function drawSteps(chosen, found, isStale) {
+  show('partings', [data.partings?.key, data.edition], drawPartings);
+  const selected = found && [found.layer, found.role, found.step, copyOf(found.tensor)];
+  show('curve', [data.edition, chosen.stat, chosen.format, selected], () => drawOver(chosen, found));
+  show('layers', [data.edition, $('flow-role').value, found?.step], () => drawLayers(found));
+  return drawGrowth(chosen, found, isStale);
+}
+
 const VIEWS = {values: 'value', rounded: 'rounded', error: 'rounded \u2212 value', scales: 'log2 scale'};
 
 function drawMap(tensor, chosen, detail, zoomed = null) {
@@ -558,7 +791,7 @@ async function refine(event) {
 function drawHistogram(detail, format) {
   const [low, high] = detail.range.map(number), bins = detail.counts.length, width = (high - low) / bins;
   const x = detail.counts.map((_, i) => low + (i + 0.5) * width), after = detail.formats[format.name].counts;
-  const logarithmic = $('log-counts').checked;
+  const logarithmic = choice().counts === 'log';
   const bars = (y, name, marker) => ({
     type: 'bar', x, y, width, name: escaped(name), marker, hovertemplate: `%{x:.4g}: %{y}<extra>${escaped(name)}</extra>`,
   });
@@ -674,7 +907,8 @@ async function drawTensor(chosen, found, isStale) {
   document.querySelector('[data-view=scales]').disabled = !detail.formats[chosen.format].scales;
   const inputs = [tensor.id, chosen.format];
   show('map', [...inputs, chosen.view], () => drawMap(tensor, chosen, detail));
-  show('histogram', [...inputs, $('log-counts').checked], () => drawHistogram(detail, format));
+  $('log-counts').checked = chosen.counts === 'log';
+  show('histogram', [...inputs, chosen.counts], () => drawHistogram(detail, format));
   show('exponents', [...inputs, numbers !== undefined], () => drawExponents(detail, format, numbers));
 }
 
@@ -858,6 +1092,12 @@ function matches(tensor, words) {
   return words.every(word => word.startsWith('step:') ? text.split(' ').includes(word) : text.includes(word));
 }
 
+// The tensors that the words of the filter select.
+function matching(chosen) {
+  const words = chosen.words.toLowerCase().split(/\s+/).filter(Boolean);
+  return data.tensors.filter(tensor => matches(tensor, words));
+}
+
 function drawTable(chosen, found) {
   const table = $('table'), format = data.formats.find(item => item.name === chosen.format);
   const focused = document.activeElement.closest('#table tr')?.dataset.id;
@@ -869,13 +1109,12 @@ function drawTable(chosen, found) {
     if (name === chosen.sort) cell.setAttribute('aria-sort', chosen.order);
     return cell;
   })));
-  const words = chosen.words.toLowerCase().split(/\s+/).filter(Boolean);
-  const matching = data.tensors.filter(tensor => matches(tensor, words)), rows = ordered(matching, chosen);
+  const rows = ordered(matching(chosen), chosen);
   const lines = rows.slice(0, rowsShown).map(tensor => drawRow(columns, tensor, format, tensor === found?.tensor));
   table.tBodies[0].replaceChildren(...lines);
   lines.find(line => line.dataset.id === focused)?.focus({preventScroll: true});
   $('statistics-title').textContent = `Statistics in ${chosen.format}`;
-  const part = matching.length === data.tensors.length ? '' : `${matching.length} of `;
+  const part = rows.length === data.tensors.length ? '' : `${rows.length} of `;
   $('count').textContent = `${part}${data.tensors.length} tensors`;
   $('more').hidden = rows.length <= rowsShown;
 }
@@ -900,10 +1139,69 @@ function drawRow(columns, tensor, format, isChosen) {
   return line;
 }
 
+// ---- files -----------------------------------------------------------------------------------------------------------
+
+function save(name, type, content) {
+  const link = element('a', {href: URL.createObjectURL(new Blob([content], {type})), download: name});
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+const fileName = (...parts) => parts.join('_').replace(/[^A-Za-z0-9_.-]+/g, '_');
+
+// Add buttons that save a plot as SVG and as PNG, in its colours and with the size on the screen.
+function addExports(node) {
+  const caption = node.closest('figure').querySelector('figcaption'), box = element('span', {className: 'exports'});
+  for (const format of ['svg', 'png']) {
+    const button = element('button', {type: 'button', className: 'small', textContent: format.toUpperCase(),
+                                      title: `save this plot as ${format.toUpperCase()}`});
+    button.dataset.export = format;
+    button.setAttribute('aria-label', `save the plot ${node.id} as ${format.toUpperCase()}`);
+    button.addEventListener('click', async () => {
+      if (!node.data) return;
+      const figure = {data: node.data, layout: {...node.layout, paper_bgcolor: colour('card')}, config: {}};
+      const url = await Plotly.toImage(figure, {format, width: node.clientWidth, height: node.clientHeight, scale: 2});
+      const text = url.slice(url.indexOf(',') + 1), found = resolve(choice());
+      const name = fileName(node.id, ...found ? [found.layer, found.tensor.name, `step${found.step}`] : []);
+      save(`${name}.${format}`, `image/${format === 'svg' ? 'svg+xml' : 'png'}`,
+           format === 'svg' ? decodeURIComponent(text) : bytesOf(text));
+    });
+    box.append(button);
+  }
+  caption.append(box);
+}
+
+// Quote a field for CSV.  A name that begins like a formula gets an apostrophe, so that no spreadsheet computes it.
+function field(value) {
+  if (value === null || value === undefined) return '';
+  const text = typeof value === 'string' ? value.replace(/^(?=[=+@\t\r-])/, "'") : String(value);
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+const lines = rows => rows.map(row => row.map(field).join(',')).join('\r\n') + '\r\n';
+
+// All rows of a table in the order on the screen, with unrounded numbers.
+function csvOf(table) {
+  if (table === 'differences') {
+    const isError = i => i === 4 || i === 6;
+    const numbers = row => row.map((value, i) => isError(i) && value === null ? Infinity : value);
+    return lines([DIFFERENCES, ...data.partings.rows.map(numbers)]);
+  }
+  const chosen = choice(), rows = ordered(matching(chosen), chosen);
+  return lines([COLUMNS.map(([name]) => name), ...rows.map(tensor => COLUMNS.map(
+    ([, , , , value]) => value(tensor, qualityOf(tensor, chosen.format))))]);
+}
+
+function saveTable(table) {
+  save(fileName(table, table === 'statistics' ? choice().format : data.partings.reference) + '.csv', 'text/csv', csvOf(table));
+}
+
 // ---- page -----------------------------------------------------------------------------------------------------------
 
+const isPlain = value => ['string', 'number', 'boolean'].includes(typeof value) && value;
+
 function drawHead() {
-  const {run} = data, isPlain = value => ['string', 'number', 'boolean'].includes(typeof value) && value;
+  const {run} = data;
   $('title').textContent = run.program ? `${run.program}: ${head.title}` : head.title;
   document.title = `${$('title').textContent} \u2013 tensors`;
   const settings = Object.entries(run.settings ?? {}).filter(([, value]) => isPlain(value)).slice(0, 16);
@@ -926,8 +1224,8 @@ function redraw() {
   drawControls(chosen, found);
   drawTraining(chosen, found);
   drawTable(chosen, found);
-  return Promise.all([drawTensor(chosen, found, isStale), drawAttention(chosen, found, isStale)])
-    .then(() => { if (!isStale()) document.documentElement.dataset.drawn = String(turn); });
+  const parts = [drawSteps, drawTensor, drawAttention].map(draw => draw(chosen, found, isStale));
+  return Promise.all(parts).then(() => { if (!isStale()) document.documentElement.dataset.drawn = String(turn); });
 }
 
 function jump(part) {
@@ -961,15 +1259,16 @@ const KEYS = {
   ArrowLeft: () => otherStep(-1), ArrowRight: () => otherStep(1),
   ArrowUp: () => step('layer', -1), ArrowDown: () => step('layer', 1),
   r: () => step('role', 1, true), f: () => step('format', 1, true), v: nextView,
-  s: () => step('sentence', 1, true), h: () => step('head', 1, true), '?': () => $('help').showModal(),
+  t: () => step('stat', 1, true), s: () => step('sentence', 1, true), h: () => step('head', 1, true),
+  '?': () => $('help').showModal(),
 };
 
 function listen() {
   const sets = {layer: 'layer', role: 'role', step: 'step', copy: 'copy', format: 'format', 'flow-role': 'flow',
-                'attention-layer': 'attention', sentence: 'sentence', head: 'head'};
+                'attention-layer': 'attention', sentence: 'sentence', head: 'head', stat: 'stat'};
   for (const id in sets) $(id).addEventListener('change', event => choose({[sets[id]]: event.target.value}));
   $('controls').addEventListener('submit', event => event.preventDefault());
-  $('log-counts').addEventListener('change', redraw);
+  $('log-counts').addEventListener('change', event => choose({counts: event.target.checked ? 'log' : 'linear'}));
   $('words').value = choice().words;
   $('words').addEventListener('input', event => {
     rowsShown = ROWS;
@@ -989,9 +1288,15 @@ function listen() {
     choose({sort: column, order: column === chosen.sort && chosen.order === 'ascending' ? 'descending' : 'ascending'});
   });
   $('table').tBodies[0].addEventListener('click', event => pick(event.target.closest('tr')));
-  $('scroll').addEventListener('keydown', moveInTable);
+  $('differences').tBodies[0].addEventListener('click', event => pickDifference(event.target.closest('tr')));
+  $('scroll').addEventListener('keydown', event => moveInTable(event, 'table', pick));
+  $('differences-scroll').addEventListener('keydown', event => moveInTable(event, 'differences', pickDifference));
+  for (const button of document.querySelectorAll('[data-table]')) {
+    button.addEventListener('click', () => saveTable(button.dataset.table));
+  }
+  for (const node of document.querySelectorAll('.plot')) addExports(node);
   document.addEventListener('keydown', event => {
-    const isTyped = event.target.closest('input, select, textarea, dialog, #scroll');
+    const isTyped = event.target.closest('input, select, textarea, dialog, .scroll');
     if (isTyped || event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(KEYS, event.key)) return;
     event.preventDefault();
     KEYS[event.key]();
@@ -1013,8 +1318,8 @@ function pick(line) {
 }
 
 // Arrow keys move between rows, Enter selects the tensor.
-function moveInTable(event) {
-  const lines = [...$('table').tBodies[0].rows], index = lines.indexOf(document.activeElement.closest('tr'));
+function moveInTable(event, table, pick) {
+  const lines = [...$(table).tBodies[0].rows], index = lines.indexOf(document.activeElement.closest('tr'));
   if (event.key === 'Enter' && index >= 0) pick(lines[index]);
   else if (event.key === 'ArrowDown') lines[Math.min(lines.length - 1, index + 1)]?.focus();
   else if (event.key === 'ArrowUp') lines[Math.max(0, index - 1)]?.focus();

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pyops.formats import Format
     from pyops.inspect.logs import Entry, Logs
+    from pyops.inspect.runs import Runs
     from pyops.typing import PathLike
 
 PAGE_MAX = 64_000_000               # bytes
@@ -36,13 +37,15 @@ _SIDES = (128, 64), (128, 48), (96, 48), (96, 32), (64, 32), (64, 24), (48, 24),
 _ROW = 400                          # most bytes of a table row and of its error measures in one format
 
 
-def write(logs: Logs, folder: PathLike, formats: Sequence[str | Format] = FORMATS, page_max: int = PAGE_MAX,
-          work: Callable[..., Iterable[Any]] = map, entries: list[Entry] | None = None) -> str:
+def write(logs: Logs | Runs, folder: PathLike, formats: Sequence[str | Format] = FORMATS, page_max: int = PAGE_MAX,
+          work: Callable[..., Iterable[Any]] = map, entries: list[Entry] | None = None,
+          partings: dict[str, Any] | None = None) -> str:
     """Write folder/index.html atomically and return its path.
 
-    logs: a Logs;  formats: the formats to show, in addition to those that the run used
+    logs: a Logs, or a Runs, whose runs are shown side by side
+    formats: the formats to show, in addition to those that the run used
     page_max: most bytes of data, without plotly's 5 MB;  work: a function like `map`, such as the map of a process pool
-    entries: the tensors, default all of logs
+    entries: the tensors, default all of logs;  partings: of runs.parting_data
     UserError if plotly is not installed or the file cannot be written.
     """
     plotly = script()
@@ -51,7 +54,7 @@ def write(logs: Logs, folder: PathLike, formats: Sequence[str | Format] = FORMAT
     entries, pictured, sides, omissions = plan(entries, formats, page_max)
     tasks = (_task(logs, number, entry, formats, sides if number in pictured else None)
              for number, entry in enumerate(entries))
-    blobs = _blobs(logs, entries, formats, omissions, work(_measure, tasks))
+    blobs = _blobs(logs, entries, formats, omissions, work(_measure, tasks), partings)
     path = os.path.join(folder, 'index.html')
     try:
         os.makedirs(folder, exist_ok=True)
@@ -197,7 +200,7 @@ def _measure(task):
         return number, None, {}, None, str(error)
 
 
-def _blobs(logs, entries, formats, omissions, measured):
+def _blobs(logs, entries, formats, omissions, measured, partings):
     """Yield (id, text) of each part of the data."""
     rows = [payload.row(number, entry) for number, entry in enumerate(entries)]
     quality = {fmt: [None] * len(rows) for fmt in formats}
@@ -212,7 +215,8 @@ def _blobs(logs, entries, formats, omissions, measured):
         if failure:
             skipped.append([entries[number].relative_path or entries[number].file, failure])
     yield 'catalogue', _packed({'run': logs.run, 'steps': payload.thin_steps(logs.steps), 'skipped': skipped,
-                                'omissions': omissions, 'tensors': rows, 'quality': quality, 'pictured': pictured})
+                                'omissions': omissions, 'tensors': rows, 'quality': quality, 'pictured': pictured,
+                                'partings': partings})
 
 
 def _packed(value):

@@ -1,4 +1,4 @@
-"""The live page of saved tensors: an HTTP server that reads a folder while a training run writes to it.
+"""The live page of saved tensors: an HTTP server that reads folders while training runs write to them.
 
 The page polls the server every second for new rows, error measures and losses; the data of a tensor's plots are computed on
 demand.  One thread of low priority polls the folder and computes the error measures in the selected format, newest tensors
@@ -22,6 +22,7 @@ from pyops.errors import UserError, printable
 from pyops.formats import FORMATS
 from pyops.inspect import page, payload
 from pyops.inspect.logs import Logs
+from pyops.inspect.runs import Named, Pairing, Partings, Runs, difference, mask_of, named, parting_data
 from pyops.network import cannot_listen, resolve, url_of
 
 _POLL = 0.5                         # seconds between two listings of the folder
@@ -32,15 +33,18 @@ _IDLE_TIMEOUT = 30                  # seconds after which an idle connection is 
 
 def run(options):
     """Run `python -m pyops inspect serve LOGS` until Ctrl-C."""
-    if os.path.exists(options.logs) and not os.path.isdir(options.logs):
-        raise UserError(f'{printable(options.logs)}: is a file; give the folder of saved tensors, the value of --save-tensors '
-                        'or TENSOR_SAVE_DIR')
+    runs = named(options.logs) if len(options.logs) > 1 else [Named('', options.logs[0])]
+    for _, folder in runs:
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise UserError(f'{printable(folder)}: is a file; give the folder of saved tensors, the value of --save-tensors '
+                            'or TENSOR_SAVE_DIR')
     # Use one thread in our kernels, which are not loaded yet, and leave the cores to the training run.
     os.environ.setdefault('OMP_NUM_THREADS', '1')
     plotly = page.script()
-    source = Source(options.logs)
+    source = Source(*runs)
     with open_server(source, plotly, options.host, options.port) as server:
-        print(f'serving {printable(options.logs)} at {server.url} (Ctrl-C ends)', flush=True)
+        folders = ', '.join(printable(folder) for _, folder in runs)
+        print(f'serving {folders} at {server.url} (Ctrl-C ends)', flush=True)
         source.refresh()
         if source.waiting:
             print(source.waiting, flush=True)
@@ -52,13 +56,14 @@ def run(options):
 
 
 class Source:
-    """The state of a folder, for the server.  All methods are thread-safe.
+    """The state of the folders of one or more runs (Named), for the server.  All methods are thread-safe.
 
     waiting: a line about what is missing, '' if there are tensors
     """
 
-    def __init__(self, folder):
-        self.folder = os.fspath(folder)
+    def __init__(self, *runs):
+        self._runs = runs
+        self.folder = ', '.join(name for name, _ in runs) if len(runs) > 1 else runs[0].folder
         self.waiting = ''
         self._lock = threading.RLock()          # guards all attributes below
         self._wake = threading.Event()          # set when a page selects another format
@@ -72,27 +77,40 @@ class Source:
         self._logs, self._opened = logs, self._identity() if logs else None
         self._entries, self._events, self._quality, self._failed = [], [], {}, []
         self._format, self._steps, self._n_steps = '', [], 0
+        self._partings, self._pairing, self._pairs = None, None, []     # of several runs
+        if logs and len(self._runs) > 1:
+            self._partings, self._pairing = Partings(), Pairing(logs.names[0])
         self._responses.clear()
         self._size = 0
 
     def _identity(self):
-        with contextlib.suppress(OSError):
-            status = os.stat(self.folder)
-            return status.st_dev, status.st_ino
-        return None
+        found = []
+        for _, folder in self._runs:
+            with contextlib.suppress(OSError):
+                status = os.stat(folder)
+                found.append((folder, status.st_dev, status.st_ino))
+        return found
+
+    def _is_deleted(self):
+        """Return whether the first tensor of a run was deleted."""
+        first = {}
+        for entry in self._entries:
+            if len(first) < len(self._runs):
+                first.setdefault(entry.relative_path.partition('/')[0] if len(self._runs) > 1 else '', entry)
+        return any(not os.path.exists(entry.path) for entry in first.values())
 
     def refresh(self):
         """Add the tensors saved since the last call."""
         with self._lock:
-            if self._logs and (self._identity() != self._opened
-                               or self._entries and not os.path.exists(self._entries[0].path)):
-                self._reset(None)               # the folder was deleted or replaced
+            if self._logs and (self._identity() != self._opened or self._is_deleted()):
+                self._reset(None)               # a folder was created, deleted or replaced
             try:
                 if self._logs is None:
-                    if not os.path.isdir(self.folder):
-                        self.waiting = f'{printable(self.folder)}: waiting for this folder to be created'
+                    missing = [folder for _, folder in self._runs if not os.path.isdir(folder)]
+                    if missing:
+                        self.waiting = f'{printable(missing[0])}: waiting for this folder to be created'
                         return
-                    self._reset(Logs(self.folder, empty=True))
+                    self._reset(Runs(self._runs, empty=True) if len(self._runs) > 1 else Logs(self.folder, empty=True))
                     new = self._logs.entries
                 else:
                     new = self._logs.refresh()
@@ -102,6 +120,8 @@ class Source:
             for entry in new:
                 self._events.append(('tensor', len(self._entries)))
                 self._entries.append(entry)
+            if self._pairing:
+                self._pairs += self._pairing.add(new)
             self.waiting = '' if self._entries else f'{printable(self.folder)}: waiting for the first tensor'
 
     def follow(self):
@@ -113,7 +133,7 @@ class Source:
             if time.monotonic() >= due:
                 self.refresh()
                 due = time.monotonic() + _POLL
-            if not self._measure():
+            if not self._measure() and not self._compare():
                 self._wake.wait(max(0.0, due - time.monotonic()))
                 self._wake.clear()
 
@@ -142,6 +162,26 @@ class Source:
                 self._events.append(('quality', number, fmt))
                 if failure and (entry.relative_path, failure) not in self._failed:
                     self._failed.append((entry.relative_path, failure))
+        return True
+
+    def _compare(self):
+        """Compare one tensor with the same one of the first run.  Return False if none is left."""
+        with self._lock:
+            if not self._pairs:
+                return False
+            pair, serial, logs = self._pairs.pop(0), self.serial, self._logs
+        try:
+            with self._lock:
+                mask = mask_of(logs, pair)
+            found, failure = difference(pair, mask), None
+        except UserError as error:
+            found, failure = None, (pair.reference.relative_path, str(error))
+        with self._lock:
+            if serial == self.serial:
+                if found:
+                    self._partings.add(found)
+                elif failure not in self._failed:
+                    self._failed.append(failure)
         return True
 
     def _mask(self, entry):
@@ -174,7 +214,17 @@ class Source:
                     'tensors': tensors, 'quality': quality, 'waiting': self.waiting, 'pending': len(self._unmeasured()),
                     'formats': [payload.describe_format(fmt) for fmt in self.formats()], 'steps': self._thin(),
                     'run': self._logs.run if self._logs else {},
+                    'partings': self._parted(query),
                     'skipped': [*(self._logs.skipped if self._logs else []), *self._failed]}
+
+    def _parted(self, query):
+        """Return the data of the differences, or None if the page has them."""
+        if not self._partings:
+            return None
+        key = f'{self.serial} {self._partings.compared} {len(self._pairs)} {len(self._logs.steps)}'
+        if query.get('partings') == key:
+            return None
+        return parting_data(self._logs, self._partings, len(self._pairs)) | {'key': key}
 
     def _thin(self):
         steps = self._logs.steps if self._logs else []

@@ -1,6 +1,8 @@
 """The page of saved tensors in a headless browser, as a file and live, and its server."""
 import base64
+import csv
 import http.client
+import io
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import threading
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import browsing
 import numpy as np
@@ -27,6 +30,7 @@ from pyops.errors import UserError
 from pyops.inspect import page, payload, serve, statistics
 from pyops.inspect.draw import Summary
 from pyops.inspect.logs import Logs
+from pyops.inspect.runs import Named
 
 ATTENTION = '<img src=x onerror=window.hacked=1>.attention'
 LAYERS = 'encoder.0.self_attention.q', ATTENTION, 'encoder.0.feed_forward.in'
@@ -467,7 +471,7 @@ def test_a_damaged_tensor_is_named_and_the_others_are_shown(tmp_path):
 
 @pytest.fixture
 def server(dump):
-    source = serve.Source(dump)
+    source = serve.Source(Named('', dump))
     with serve.open_server(source, 'void 0', '127.0.0.1', 0) as server:
         source.refresh()
         thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
@@ -536,7 +540,7 @@ def test_the_cache_of_responses_is_bounded(server, monkeypatch):
 
 
 def test_a_replaced_folder_is_read_from_the_start(tmp_path):
-    source = serve.Source(tmp_path / 'logs')
+    source = serve.Source(Named('', tmp_path / 'logs'))
     source.refresh()
     assert source.waiting.endswith('waiting for this folder to be created')
     make_dump(tmp_path / 'logs', steps=(0,))
@@ -561,7 +565,7 @@ def test_serve_opens_a_browser_only_with_the_flag(dump, monkeypatch, capsys):
     monkeypatch.setattr('webbrowser.open', opened.append)
     for flag in (False, True):
         with pytest.raises(KeyboardInterrupt):
-            serve.run(SimpleNamespace(logs=str(dump), host='127.0.0.1', port=0, open=flag))
+            serve.run(SimpleNamespace(logs=[str(dump)], host='127.0.0.1', port=0, open=flag))
     (url,) = opened
     assert capsys.readouterr().out.splitlines()[1] == f'serving {dump} at {url} (Ctrl-C ends)'
 
@@ -660,7 +664,7 @@ def test_live_zoom_fetches_the_visible_part_and_time_steps_are_instances(tmp_pat
     for t in range(3):
         name = f'20260101_000000_000{2 + t}_linear_L1_forward_fp32_input_t{t}.safetensors'
         save_file({'tensor': x[t:t + 1, :7]}, tmp_path / name)
-    source = serve.Source(tmp_path)
+    source = serve.Source(Named('', tmp_path))
     source.refresh()
     with serve.open_server(source, page.script(), '127.0.0.1', 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
@@ -685,3 +689,235 @@ def test_live_zoom_fetches_the_visible_part_and_time_steps_are_instances(tmp_pat
         shown.tab.close()
         server.shutdown()
         thread.join()
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def two_runs(tmp_path_factory):
+    """Two runs, first and second: the loss parts at step 4, the tensors at step 10 in the weights of the attention."""
+    folder = tmp_path_factory.mktemp('runs')
+    make_dump(folder / 'first', steps=(0, 10, 20), layers=LAYERS)
+    shutil.copytree(folder / 'first', folder / 'second')
+    manifest = folder / 'second' / 'manifest.jsonl'
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    from safetensors.numpy import load_file, save_file
+    for line in lines:
+        if line['kind'] == 'step' and line['step'] >= 4:
+            line['loss'] += 0.5
+        elif line['kind'] == 'tensor' and line['step'] >= 10 and line['name'] == 'weight':
+            x = load_file(folder / 'second' / line['file'])['tensor'] * np.float32(1.5)
+            save_file({'tensor': x}, folder / 'second' / line['file'])
+            line['statistics'] = statistics.describe(x)
+        elif line['kind'] == 'run':
+            line['settings']['quant'] = SCRIPT
+    manifest.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return folder / 'first', folder / 'second'
+
+
+@pytest.fixture(scope='module')
+def runs_page(browser, two_runs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('runs_page')
+    with pytest.raises(SystemExit) as left:
+        main(['inspect', 'runs', *map(str, two_runs), '--page', str(folder), '-o', str(folder / 'out.txt')])
+    assert left.value.code == 0
+    shown = Page(browser, f'file://{folder / "index.html"}')
+    shown.drawn()
+    yield shown
+    shown.tab.close()
+
+
+@pytest.fixture
+def both(runs_page):
+    """The page of two runs in its initial state."""
+    if runs_page.hash():
+        runs_page.go('')
+    yield runs_page
+    assert runs_page.failures == []
+
+
+def lines_of(shown, plot):
+    return shown.ask(f'document.getElementById("{plot}").data.map(line => [line.name, Array.from(line.x), Array.from(line.y), '
+                     'line.line.color])')
+
+
+def test_runs_are_side_by_side(both, two_runs):
+    loss, curve = lines_of(both, 'loss'), lines_of(both, 'curve')
+    assert [line[0] for line in loss] == [line[0] for line in curve] == ['first', 'second']
+    assert [line[3] for line in loss] == [line[3] for line in curve] and loss[0][3] != loss[1][3]
+    both.go(f'layer={LAYERS[0]}&role=forward.weight&stat=amax')
+    entries = [[entry for entry in Logs(folder).entries if (entry.layer, entry.name) == (LAYERS[0], 'weight')]
+               for folder in two_runs]
+    for line, own in zip(lines_of(both, 'curve'), entries, strict=True):
+        assert line[1] == [0, 10, 20]
+        np.testing.assert_allclose(line[2], [abs(entry.load()).max() for entry in own], rtol=1e-5)
+    both.go(f'layer={LAYERS[0]}&role=forward.weight&stat=sqnr_db&format=mxfp4')
+    for line, own in zip(lines_of(both, 'curve'), entries, strict=True):
+        np.testing.assert_allclose(line[2], [statistics.quantization(entry.load(), 'mxfp4')['sqnr_db'] for entry in own],
+                                   rtol=1e-5)
+    names = both.ask('[...document.getElementById("stat").options].map(option => option.value)')
+    assert names == [*payload.DESCRIPTION, *payload.QUALITY]
+
+
+def test_gradients_of_each_run_have_one_colour_scale(both, two_runs):
+    choose(both, **{'flow-role': 'grad_output'})
+    maps = both.ask('document.getElementById("layers").data.map(map => [map.x, map.customdata, map.coloraxis])')
+    assert [x for x, _, _ in maps] == [['0', '10', '20']] * 2 and {axis for _, _, axis in maps} == {'coloraxis'}
+    rms = {(entry.layer, entry.step): entry.statistics['rms'] for entry in Logs(two_runs[0]).entries
+           if entry.name == 'grad_output'}
+    layers = both.ask('document.getElementById("layers").data[0].text.map(line => line[0])')
+    assert len(layers) == 3
+    np.testing.assert_allclose(maps[0][1], [[rms[LAYERS[i], step] for step in (0, 10, 20)] for i in (
+        LAYERS.index(name) if name in LAYERS else LAYERS.index(ATTENTION) for name in layers)], rtol=1e-5)
+
+
+def test_attention_is_shown_over_training(both, two_runs):
+    assert [note['text'] for note in both.ask('document.getElementById("growth").layout.annotations')] == [
+        'step 0', 'step 10', 'step 20', *['second'] * 3]
+    big = both.z('growth')
+    weights = [entry.load() for entry in Logs(two_runs[0]).entries if entry.name == 'weights']
+    for i, x in enumerate(weights):                         # sentence 0, head 0: 4 words of 5
+        part = [line[i * 6:i * 6 + 4] for line in big[1:5]]
+        np.testing.assert_allclose(part, x[0, 0, :4, :4], atol=1e-3)
+    both.go('sentence=1&head=1')
+    np.testing.assert_allclose([line[:5] for line in both.z('growth')[1:6]], weights[0][1, 1], atol=1e-3)
+    both.act(lambda: both.ask('{ document.getElementById("growth").pick([2, 7]) }'))
+    assert both.hash()['step'] == '10'
+
+
+def test_the_page_names_the_first_tensor_that_differs(both):
+    text = both.text('#partings li')
+    assert text.startswith(f'second and first: quant {SCRIPT}; the first tensor beyond the tolerance is {LAYERS[0]} forward '
+                           'weight at step 10: 0.5; the loss parts at step 4: ')
+    assert 'Differences from first: 25 actions, 75 pairs of tensors' in both.text('#differences-title')
+    first = both.ask('[...document.querySelector("#differences tbody tr").cells].map(cell => cell.textContent)')
+    assert first == ['second', f'{LAYERS[0]} forward weight', '0.5', '10', *first[4:5], '10']
+    both.act(lambda: both.tab.click('#partings button'))
+    assert both.text('#tensor-title') == f'{LAYERS[0]} forward weight, step 10'
+    both.go('')
+    both.act(lambda: both.tab.click('#differences tbody tr:nth-child(2)'))
+    assert both.text('#tensor-title') == f'{LAYERS[2]} forward weight, step 10'
+    assert both.ask('document.getElementById("layers-card").hidden') is False
+
+
+def test_the_link_restores_the_view(both, browser):
+    choose(both, layer=LAYERS[2], role='forward.weight', stat='max_abs_error', format='mxfp4')
+    both.act(lambda: both.tab.uncheck('#log-counts'))
+    both.act(lambda: both.tab.fill('#words', 'feed_forward'))
+    second = Page(browser, both.tab.url)
+    second.drawn()
+    for question in ('document.getElementById("tensor-title").textContent', 'document.getElementById("stat").value',
+                     'document.getElementById("log-counts").checked', 'document.getElementById("count").textContent',
+                     'Array.from(document.getElementById("curve").data[1].y)'):
+        assert second.ask(question) == both.ask(question)
+    assert second.ask('document.getElementById("stat").value') == 'max_abs_error'
+    assert second.ask('document.getElementById("log-counts").checked') is False
+    second.tab.close()
+    both.act(lambda: both.tab.fill('#words', ''))
+
+
+def saved(shown, selector):
+    """Click a button that saves a file, and return its name and its bytes."""
+    with shown.tab.expect_download() as download:
+        shown.tab.click(selector)
+    return download.value.suggested_filename, Path(download.value.path()).read_bytes()
+
+
+def test_tables_are_saved_as_csv(both):
+    both.go('words=feed_forward&sort=step&order=descending&format=bf16')
+    name, content = saved(both, '[data-table=statistics]')
+    rows = list(csv.DictReader(io.StringIO(content.decode(), newline='')))
+    assert name == 'statistics_bf16.csv' and len(rows) == 48 and {row['layer'] for row in rows} == {LAYERS[2]}
+    assert [int(row['step']) for row in rows] == sorted([0, 10, 20] * 16, reverse=True)
+    assert [row['instance'] for row in rows[:1]] == ['first'] and all(float(row['rms']) > 0 for row in rows)
+    name, content = saved(both, '[data-table=differences]')
+    rows = list(csv.DictReader(io.StringIO(content.decode(), newline='')))
+    assert name == 'differences_first.csv' and len(rows) == 25
+    assert [row['action'] for row in rows[:2]] == [f'{layer} forward weight' for layer in (LAYERS[0], LAYERS[2])]
+    assert {row['layer'] for row in rows} == set(LAYERS) and abs(float(rows[0]['worst relative difference']) - 0.5) <= 1e-6
+
+
+def test_every_plot_is_saved_as_svg_and_png(both):
+    from PIL import Image
+    plots = both.ask('[...document.querySelectorAll(".plot")].map(plot => plot.id)')
+    assert len(plots) == 11
+    for plot in plots:
+        button = f'figure:has(#{plot}) [data-export={{}}]'
+        name, content = saved(both, button.format('svg'))
+        assert name.startswith(plot) and name.endswith('.svg') and ElementTree.fromstring(content).tag.endswith('svg')
+    name, content = saved(both, 'figure:has(#curve) [data-export=png]')
+    width, height = both.ask('[document.getElementById("curve").clientWidth, document.getElementById("curve").clientHeight]')
+    with Image.open(io.BytesIO(content)) as picture:
+        assert picture.size == (2 * width, 2 * height) and name.endswith('_step20.png')
+        assert len(picture.convert('RGB').getcolors(1 << 20)) > 20
+
+
+def test_a_name_like_a_formula_is_text_in_a_csv_file(tmp_path, browser):
+    make_dump(tmp_path / 'logs', steps=(0,), layers=('=SUM(1,2)', '-"x"'))
+    shown = Page(browser, f'file://{page.write(Logs(tmp_path / "logs"), str(tmp_path), ("bf16",))}')
+    shown.drawn()
+    rows = list(csv.DictReader(io.StringIO(saved(shown, '[data-table=statistics]')[1].decode(), newline='')))
+    assert {row['layer'] for row in rows} == {"'=SUM(1,2)", "'-\"x\""} and shown.failures == []
+    shown.tab.close()
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_runs_fit_on_a_small_screen(both, scheme):
+    both.tab.set_viewport_size({'width': 360, 'height': 900})
+    both.tab.emulate_media(color_scheme=scheme)
+    both.go('stat=max')
+    both.until('document.documentElement.scrollWidth <= innerWidth')        # plots are resized after the page
+    both.tab.emulate_media(color_scheme='light')
+    both.tab.set_viewport_size({'width': 1280, 'height': 900})
+    both.ask('{ document.activeElement.blur() }')
+    both.act(lambda: both.tab.keyboard.press('t'))
+    assert both.hash()['stat'] == payload.QUALITY[0]        # after max, the last statistic of the values
+
+
+def test_the_server_compares_runs_and_starts_over_when_one_is_replaced(two_runs, tmp_path):
+    run = Run(two_runs[1], tmp_path / 'second')
+    source = serve.Source(Named('first', str(two_runs[0])), Named('second', str(run.folder)))
+    source.refresh()
+    assert source.waiting == f'{run.folder}: waiting for this folder to be created'
+    run.write_to(9)
+    source.refresh()
+    news = source.changes({})
+    assert (source.waiting, len(news['tensors']), news['partings']['pending']) == ('', 100, 25)
+    while source._compare():
+        pass
+    news = source.changes({})
+    assert (news['partings']['compared'], news['partings']['pending'], news['partings']['first']) == (25, 0, {})
+    assert news['partings']['losses']['second'][0] == 4
+    known = {'serial': news['serial'], 'after': str(news['version']), 'partings': news['partings']['key']}
+    assert source.changes(known)['partings'] is None
+    run.write_to(20)
+    source.refresh()
+    while source._compare():
+        pass
+    first = source.changes(known)['partings']['first']['second']
+    assert (first['step'], first['layer'], first['name'], round(first['relative'], 6)) == (10, LAYERS[0], 'weight', 0.5)
+    shutil.rmtree(run.folder)
+    source.refresh()
+    assert source.serial != news['serial'] and source.waiting.endswith('waiting for this folder to be created')
+
+
+def test_live_runs_are_side_by_side(two_runs, browser):
+    runs = [two_runs[0], f'other={two_runs[1]}', '--port', '0']
+    server = subprocess.Popen([sys.executable, '-m', 'pyops', 'inspect', 'serve', *runs], cwd=ROOT, text=True,
+                              stdout=subprocess.PIPE)
+    shown = None
+    try:
+        line = server.stdout.readline()
+        assert line.startswith(f'serving {two_runs[0]}, {two_runs[1]} at http://127.0.0.1:')
+        shown = Page(browser, line.split(' at ')[1].split()[0])
+        shown.until('document.querySelectorAll("#differences tbody tr").length', 25)
+        shown.until('document.getElementById("differences-title").textContent.includes("75 pairs")')
+        shown.until('document.querySelector("#partings li").textContent.startsWith("other and first: ")')
+        assert [line[0] for line in lines_of(shown, 'loss')] == ['first', 'other']
+        shown.until('document.getElementById("growth").layout?.annotations?.length', 6)
+        assert shown.failures == []
+    finally:
+        server.kill()
+        server.wait()
+        if shown:
+            shown.tab.close()
