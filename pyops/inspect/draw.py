@@ -9,15 +9,17 @@
     DRAW/statistics/            by layer and step: magnitudes, SQNR, gradient flow
     DRAW/index.html             the same, interactive
 
-Each tensor is read once, by the process that draws all its pictures; only its statistics are sent back.  Then the processes
-share the pictures of layers and of the whole dump, which are drawn from these.  Statistics cover all
-tensors, pictures at most `limit` tensors per folder; a note reports the omitted ones.
+Each tensor is read and measured once, by the process that draws all its pictures; its statistics and its compressed part of the
+page are sent back.  Then the processes share the pictures of layers and of the whole dump, which are drawn from these.
+Statistics cover all tensors, pictures at most `limit` tensors per folder; a note reports the omitted ones.
 """
 import collections
 import contextlib
 import dataclasses
 import math
 import os
+
+import numpy as np
 
 from pyops.errors import UserError
 from pyops.inspect.logs import TAGS, curves
@@ -68,6 +70,7 @@ class _Job:
     stem: str
     place: str                  # of logs.places
     dpi: int
+    page: tuple | None          # of page.tasks_of; None: not on the page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +125,9 @@ def draw(logs, folder, options=None):
     entries = select(source.entries, options.layers, options.names, options.steps)
     _make_folders(folder)
     summary = Summary(skipped=list(source.skipped))
-    jobs = _jobs(source, entries, folder, texts, options, summary)
-    records, written = [], set()
+    tasks = _page_tasks(source, entries, folder, texts, options, summary)
+    jobs = _jobs(source, entries, folder, texts, options, summary, tasks)
+    records, written, measured = [], set(), {}
     with workers(options.jobs, len(jobs)) as work:
         for result in watch(work(_draw_tensor, jobs), len(jobs), 'pictures'):
             if isinstance(result.record, tuple):
@@ -131,14 +135,16 @@ def draw(logs, folder, options=None):
             else:
                 records.append(result.record)
             _count(summary, written, result.drawn)
+            if result.measured:
+                measured[result.measured[0]] = result.measured
         if not records:
             raise UserError(f'{logs}: none of {len(entries)} tensors can be read; {summary.skipped[-1][1]}')
         summary.tensors = len(records)
         sheets = _overview_jobs(source, records, folder, options, summary)
         for drawn in watch(work(_draw_sheets, sheets), len(sheets), 'statistics', 'pictures'):
             _count(summary, written, drawn)
-        if options.page:
-            _write_page(source, entries, folder, texts, work, summary, options.page_max)
+    if tasks:
+        _write_page(source, entries, folder, texts, measured, summary, options.page_max)
     _write_table(os.path.join(folder, 'tensor_stats.txt'), logs, records, summary)
     summary.removed = _remove_stale(folder, written)
     return summary
@@ -174,7 +180,7 @@ def _steps(steps):
     return f'step {shown}' if len(steps) == 1 else f'steps {shown}'
 
 
-def _jobs(source, entries, folder, texts, options, summary):
+def _jobs(source, entries, folder, texts, options, summary, tasks):
     """Return a _Job for each entry.  Selects the entries with pictures, and adds a note about omitted ones to the summary."""
     from pyops.inspect.logs import LogError, places
     from pyops.inspect.pictures import style
@@ -198,7 +204,7 @@ def _jobs(source, entries, folder, texts, options, summary):
             continue
         own = () if entry.fmt is None else (str(entry.fmt),)        # shown first
         jobs.append(_Job(entry, mask, tuple(dict.fromkeys((*own, *texts))), FOLDERS[:3] if id(entry) in drawn else (),
-                         tuple(maps.get(id(entry), ())), folder, stem, place, options.dpi))
+                         tuple(maps.get(id(entry), ())), folder, stem, place, options.dpi, tasks.get(id(entry))))
     return jobs
 
 
@@ -268,17 +274,19 @@ def _attention_maps(source, ranked, options, summary):
 class _Result:
     record: object              # overview.Record, or (file, reason) if the tensor cannot be read
     drawn: tuple                # of (path, whether it was written)
+    measured: tuple | None      # of page.measure
 
 
 def _draw_tensor(job):
     """Read a tensor, draw the job's pictures, and return a _Result."""
     from pyops import formats
+    from pyops.inspect import page
     from pyops.inspect.logs import LogError
     from pyops.inspect.pictures import attention, overview, style, tensors
     try:
         x = job.entry.load()
     except LogError as error:
-        return _Result((job.entry.relative_path, str(error)), ())
+        return _Result((job.entry.relative_path, str(error)), (), None)
     drawn = []
     with style.look():
         parsed = [formats.parse(text) for text in job.formats]
@@ -302,7 +310,11 @@ def _draw_tensor(job):
     record = overview.Record(entry.layer, entry.layer_type, entry.operation or 'unknown', entry.name, entry.step, entry.time,
                              'fp32' if entry.fmt is None else str(entry.fmt), entry.shape, entry.relative_path, described,
                              counts, losses, job.place, _tags_of(entry))
-    return _Result(record, tuple(drawn))
+    measured = None
+    if job.page:
+        is_same = tensors.axis_of(entry, np.atleast_1d(x)) == entry.axis        # else the page measures along another axis
+        measured = page.measure(job.page, x, losses if is_same else None)
+    return _Result(record, tuple(drawn), measured)
 
 
 def _tags_of(entry):
@@ -409,23 +421,31 @@ def _draw_sheets(job):
         return [(path, sheet.save(path, job.dpi)) for path, sheet in zip(paths, sheets, strict=True)]
 
 
-def _write_page(source, entries, folder, texts, work, summary, page_max):
-    """Write index.html; without plotly, add a note to the summary instead."""
-    from pyops.inspect import page
+def _page_tasks(source, entries, folder, texts, options, summary):
+    """Return {id of an entry: task of page.tasks_of}, {} if there is no page; without plotly, add a note to the summary."""
+    from pyops.inspect import page, payload
     from pyops.inspect.pictures import style
     path = os.path.join(folder, 'index.html')
+    if not options.page:
+        return {}
     try:
         page.script()
     except UserError as error:
         summary.notes.append(f'no index.html: {error}')
-        return
+        return {}
     if os.path.lexists(path) and not style.is_ours(path):
         summary.foreign.append(path)
-        return
+        return {}
+    formats = payload.used_formats(entries, texts)
+    shown, pictured, sides, _ = page.plan(entries, formats, options.page_max)
+    return {id(entry): task for entry, task in zip(shown, page.tasks_of(source, shown, formats, sides, pictured), strict=True)}
 
-    page.write(source, folder, texts, page_max,
-               lambda function, tasks: watch(work(function, tasks), len(entries), 'index.html'), entries)
-    summary.page = path
+
+def _write_page(source, entries, folder, texts, measured, summary, page_max):
+    """Write index.html.  measured: {number of an entry: result of page.measure}; a missing one failed, and fails again."""
+    from pyops.inspect import page
+    summary.page = page.write(source, folder, texts, page_max, lambda measure, tasks: (
+        measured.get(task[0]) or measure(task) for task in tasks), entries)
 
 
 def _write_table(path, logs, records, summary):

@@ -52,9 +52,8 @@ def write(logs: Logs | Runs, folder: PathLike, formats: Sequence[str | Format] =
     entries = logs.entries if entries is None else entries
     formats = payload.used_formats(entries, formats)
     entries, pictured, sides, omissions = plan(entries, formats, page_max)
-    tasks = (_task(logs, number, entry, formats, sides if number in pictured else None)
-             for number, entry in enumerate(entries))
-    blobs = _blobs(logs, entries, formats, omissions, work(_measure, tasks), partings)
+    measured = work(measure, tasks_of(logs, entries, formats, sides, pictured))
+    blobs = _blobs(logs, entries, formats, omissions, measured, partings)
     path = os.path.join(folder, 'index.html')
     try:
         os.makedirs(folder, exist_ok=True)
@@ -169,8 +168,14 @@ def _bytes(entry, formats, side, half):
     return int(2.75 * cells(side) + formats * (5.4 * cells(half) + 450) + 1.4 * weights) + 600
 
 
+def tasks_of(logs, entries, formats, sides, pictured):
+    """Yield the argument of `measure` for each entry.  formats: as of payload.used_formats;  others: as `plan` returns them."""
+    for number, entry in enumerate(entries):
+        yield _task(logs, number, entry, formats, sides if number in pictured else None)
+
+
 def _task(logs, number, entry, formats, sides):
-    """Return the arguments of _measure, which may run in another process."""
+    """Return the argument of `measure`, which may run in another process."""
     mask, failure, words = None, None, []
     try:
         mask = logs.mask(entry)
@@ -181,15 +186,19 @@ def _task(logs, number, entry, formats, sides):
     return number, entry, mask, words, tuple(formats), sides, failure
 
 
-def _measure(task):
-    """Return (number, statistics, {format: quality}, compressed detail or None, error message or None) of a tensor."""
+def measure(task, x=None, known=None):
+    """Return (number, statistics, {format: quality}, compressed detail or None, error message or None) of a tensor.
+
+    x: the tensor, loaded if missing;  known: {format: result of statistics.quantization}, computed if missing
+    """
     number, entry, mask, words, formats, sides, failure = task
     try:
         if failure:
             raise UserError(failure)
-        x = entry.load()
+        x, known = entry.load() if x is None else x, known or {}
         statistics = None if entry.statistics else payload.describe(x, mask)
-        quality = {fmt: payload.quality(x, fmt, entry.axis, mask) for fmt in formats}
+        quality = {fmt: payload.quality_of(known[fmt]) if fmt in known else payload.quality(x, fmt, entry.axis, mask)
+                   for fmt in formats}
         if not sides:
             return number, statistics, quality, None, None
         detail = payload.detail(x, mask, entry.axis, formats, *sides)

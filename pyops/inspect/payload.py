@@ -60,7 +60,11 @@ def describe(x, mask):
 
 def quality(x, fmt, axis, mask):
     """Return the error measures of a tensor in a format, as a list in the order of QUALITY."""
-    numbers = statistics.quantization(x, fmt, axis, mask)
+    return quality_of(statistics.quantization(x, fmt, axis, mask))
+
+
+def quality_of(numbers):
+    """Return the result of statistics.quantization as a list in the order of QUALITY."""
     return [_number(numbers.get(name)) for name in QUALITY]
 
 

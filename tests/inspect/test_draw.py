@@ -1,4 +1,5 @@
 """inspect draw: the numbers behind every picture, pictures of all kinds of tensors, and a folder of them from one command."""
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -580,13 +582,13 @@ def test_several_processes_draw_the_same(dump, tmp_path):
 
 def test_processes_also_draw_the_pictures_of_layers(dump, tmp_path, monkeypatch):
     from pyops.inspect import draw as module
-    calls, workers = [], module._workers
+    calls, workers = [], module.workers
 
     @contextlib.contextmanager
     def noting(processes, tasks):
         with workers(processes, tasks) as work:
             yield lambda function, jobs: (calls.append((function.__name__, len(jobs))), work(function, jobs))[1]
-    monkeypatch.setattr(module, '_workers', noting)
+    monkeypatch.setattr(module, 'workers', noting)
     draw(dump, tmp_path, small(names=('weight', 'grad_weight'), limit=1, jobs=2))
     pictures = [tmp_path / 'quick_analysis.png', *tmp_path.glob('statistics/*.png')]
     assert [name for name, _ in calls] == ['_draw_tensor', '_draw_sheets'] and calls[1][1] == len(pictures) > 4
@@ -638,12 +640,49 @@ def test_slow_drawing_shows_its_progress_on_stderr(dump, tmp_path, capsys, monke
     monkeypatch.setattr(training, 'time', SimpleNamespace(perf_counter=itertools.count(0.0, 1.5).__next__))
     summary = draw(dump, tmp_path / 'draw', small(names=('*',), steps=None, limit=1, page=True))
     out, err = capsys.readouterr()
-    shown = [re.fullmatch(r'(pictures|statistics|index\.html) \[(\d+)/(\d+)\] \([\d.]+ (tensors|pictures)/s, \d\d:\d\d left\)',
+    shown = [re.fullmatch(r'(pictures|statistics) \[(\d+)/(\d+)\] \([\d.]+ (tensors|pictures)/s, \d\d:\d\d left\)',
                           line) for line in err.splitlines()]
     assert out == '' and all(shown) and {(match[1], match[4]) for match in shown} == {
-        ('pictures', 'tensors'), ('statistics', 'pictures'), ('index.html', 'tensors')}
+        ('pictures', 'tensors'), ('statistics', 'pictures')}
     assert {int(match[3]) for match in shown if match[4] == 'tensors'} == {summary.tensors}
     assert all(int(match[2]) < int(match[3]) for match in shown)
+
+
+def test_each_tensor_is_read_once_for_its_pictures_and_the_page(dump, tmp_path, monkeypatch):
+    from pyops.inspect import page
+    from pyops.inspect.logs import Entry
+    loads, load = collections.Counter(), Entry.load
+    monkeypatch.setattr(Entry, 'load', lambda entry: (loads.update([entry.file]), load(entry))[1])
+    summary = draw(dump, tmp_path / 'draw', small(names=('*',), steps=None, limit=2, jobs=1, page=True))
+    assert summary.tensors == len(loads) > 20 and set(loads.values()) == {1}
+    alone = page.write(Logs(dump), str(tmp_path / 'alone'), small().formats.split(','))
+    assert (tmp_path / 'draw' / 'index.html').read_bytes() == Path(alone).read_bytes()
+
+
+def test_labels_have_the_place_and_the_size_that_matplotlib_gives_them():
+    from matplotlib.text import Text
+    with style.look():
+        for text, weight in (('value per bin', 'normal'), ('jp\N{SUPERSCRIPT TWO} \N{MINUS SIGN}4.5', 'bold')):
+            for ha in ('left', 'center', 'right'):
+                for va in ('baseline', 'top', 'bottom', 'center'):
+                    boxes = []
+                    for kind in (style._label(), Text):
+                        sheet = style.Sheet(4, 1, '')
+                        sheet.page.add_artist(kind(2, 0.5, text, transform=sheet.page.transData, ha=ha, va=va, fontsize=11,
+                                                   fontweight=weight))
+                        sheet.figure.canvas.draw()
+                        rows, columns = np.nonzero((pixels_of(sheet) < 128).any(-1))
+                        boxes.append([rows.min(), rows.max(), columns.min(), columns.max()])
+                    assert np.abs(np.subtract(*boxes)).max() <= 2, (text, ha, va, boxes)
+
+
+def test_a_text_that_pillow_cannot_draw_is_drawn_by_matplotlib():
+    with style.look():
+        assert style._stamp('abc', 12.0, 'normal') is not None
+        assert style._stamp('\N{HEBREW LETTER ALEF}', 12.0, 'normal') is None
+        sheet = style.Sheet(2, 1, '')
+        sheet.text(0.5, 0.5, '\N{HEBREW LETTER ALEF}\N{HEBREW LETTER BET}', fontsize=20)
+        assert (pixels_of(sheet) < 128).any()
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------------

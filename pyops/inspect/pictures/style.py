@@ -165,6 +165,87 @@ def power(exponent, base=2):
     return f'{base}{digits}'
 
 
+class _Font:
+    """DejaVu Sans in one size, as Pillow draws it.  px: pixels per em;  weight: 'normal' or 'bold'"""
+
+    def __init__(self, px, weight):
+        from matplotlib.font_manager import FontProperties, findfont
+        from matplotlib.ft2font import FT2Font
+        from PIL import ImageFont
+        path = findfont(FontProperties(family=_FONTS[0], weight=weight))
+        self.font = ImageFont.truetype(path, px, layout_engine=ImageFont.Layout.BASIC)
+        font = FT2Font(path)
+        self.letters = frozenset(font.get_charmap())
+        metrics = font.get_sfnt_table('OS/2')                           # matplotlib aligns by these
+        self.ascent, self.descent = (px * abs(metrics[name]) / font.units_per_EM
+                                     for name in ('sTypoAscender', 'sTypoDescender'))
+
+    def has(self, text):
+        """Return whether all letters are in the font, and none depends on its neighbours."""
+        codes = set(map(ord, text))
+        return codes <= self.letters and all(32 <= code < 0x250 or 0x2000 <= code < 0x2c00 for code in codes)
+
+
+@functools.cache
+def _font(px, weight):
+    """Return a _Font, or None if this Pillow has no fonts."""
+    try:
+        return _Font(px, weight)
+    except (ImportError, OSError):
+        return None
+
+
+@functools.lru_cache(4096)
+def _stamp(text, px, weight):
+    """Return a text as (uint8 coverage of its pixels, left and top from the start of the baseline, width, ascent, descent).
+
+    None if the font lacks a letter.
+    """
+    from PIL import Image, ImageDraw
+    font = _font(px, weight)
+    if font is None or not font.has(text):
+        return None
+    left, top, right, bottom = font.font.getbbox(text, anchor='ls')
+    image = Image.new('L', (max(right - left, 1), max(bottom - top, 1)))
+    ImageDraw.Draw(image).text((-left, -top), text, fill=255, font=font.font, anchor='ls')
+    return np.asarray(image), left, -top, font.font.getlength(text), max(font.ascent, -top), max(font.descent, bottom)
+
+
+@functools.cache
+def _label():
+    """Return a class like matplotlib's Text, which draws a horizontal line of text with Pillow: ten times as fast."""
+    import matplotlib
+    from matplotlib.colors import to_rgb
+    from matplotlib.text import Text
+
+    class Label(Text):
+        def set_clip_path(self, path, transform=None):
+            """Do nothing: labels are not clipped, and this takes a tenth of the time of a picture."""
+
+        def draw(self, renderer):
+            is_plain = (self.get_visible() and not self.get_rotation() and matplotlib.rcParams['font.family'][0] == _FONTS[0]
+                        and self.get_fontweight() in ('normal', 'bold'))
+            px = self.get_fontsize() * self.get_figure(root=True).dpi / 72
+            stamp = _stamp(self.get_text(), px, self.get_fontweight()) if is_plain else None
+            if stamp is None:
+                super().draw(renderer)
+                return
+            coverage, left, top, width, ascent, descent = stamp
+            x, y = self.get_transform().transform(self.get_position())
+            x -= {'left': 0, 'center': width / 2, 'right': width}[self.get_horizontalalignment()]
+            y += {'baseline': 0, 'top': -ascent, 'bottom': descent,
+                  'center': (descent - ascent) / 2}[self.get_verticalalignment()]
+            pixels = np.empty((*coverage.shape, 4), np.uint8)
+            pixels[..., :3] = [round(255 * part) for part in to_rgb(self.get_color())]
+            pixels[..., 3] = coverage
+            gc = renderer.new_gc()
+            renderer.draw_image(gc, round(x) + left, round(y) + top - len(coverage), pixels[::-1])
+            gc.restore()
+            self.stale = False
+
+    return Label
+
+
 # ---- figures -----------------------------------------------------------------------------------------------------------
 
 class Sheet:
@@ -195,7 +276,9 @@ class Sheet:
         """Draw text whose baseline starts x, y inches from the upper left corner.  Coloured text is darkened to be legible."""
         if text and text != SQUARE and 'color' in style and style['color'] != PAPER:
             style['color'] = ink_of(style['color'])
-        return self.page.text(x, y, text, **style) if text else None
+        if not text:
+            return None
+        return self.page.add_artist(_label()(x, y, text, transform=self.page.transData, clip_on=False, **style))
 
     def key(self, x, y, text, color, **style):
         """Draw an entry of a legend: a square in a colour, and a text."""

@@ -80,7 +80,7 @@ def analyse(entry, x, mask, formats):
     matrix = view.of(x) if hidden is None else np.where(hidden, 0, view.of(x))
     rows, columns = numbers.patch_of(matrix)
     sampled = numbers.sample(values)
-    rounded = [_round(x, mask, fmt, _axis(entry, x), view, cover, (rows, columns), sampled) for fmt in formats]
+    rounded = [_round(x, mask, fmt, axis_of(entry, x), view, cover, (rows, columns), sampled) for fmt in formats]
     return Analysis(
         title=title_of(entry), subtitle=subtitle_of(entry), kind=style.kind_of(entry.operation, entry.name),
         format='fp32' if entry.fmt is None else str(entry.fmt), shape=x.shape,
@@ -96,11 +96,11 @@ def analyse(entry, x, mask, formats):
 def measure(entry, x, mask, formats):
     """Return (counts of binades, statistics, {format: quantization}) of a tensor without plots."""
     x = np.atleast_1d(np.asarray(x, np.float32))
-    losses = {str(fmt): statistics.quantization(x, fmt, _axis(entry, x), mask) for fmt in formats}
+    losses = {str(fmt): statistics.quantization(x, fmt, axis_of(entry, x), mask) for fmt in formats}
     return numbers.binades(numbers.valid(x, mask)), entry.statistics or statistics.describe(x, mask), losses
 
 
-def _axis(entry, x):
+def axis_of(entry, x):
     """Return the axis of the blocks, or the last one if the entry has no valid axis."""
     return entry.axis if isinstance(entry.axis, int) and -x.ndim <= entry.axis < x.ndim else -1
 
