@@ -361,6 +361,8 @@ def run(options: Any) -> int:
     if len(folders) < 2:
         raise UserError(f'{printable(options.runs[0])}: expected two or more runs to compare; name another folder of saved '
                         'tensors')
+    if options.page:
+        _check_page(options.page)
     runs = Runs(folders)
     check_models(runs.entries)
     entries = select(runs.entries, options.layers, options.names, options.steps)
@@ -388,10 +390,19 @@ def run(options: Any) -> int:
     return 0
 
 
+def _check_page(folder):
+    """Raise UserError before the work if plotly is missing, or if index.html is a file of somebody else."""
+    from pyops.inspect import page
+    from pyops.inspect.pictures import style
+    page.script()
+    path = os.path.join(folder, 'index.html')
+    if os.path.lexists(path) and not style.is_ours(path):
+        raise UserError(f'{printable(path)}: exists and was not written by this program; name another folder with --page')
+
+
 def _write_page(folder, runs, entries, partings):
     from pyops.inspect import page
     from pyops.inspect.draw import workers
-    page.script()                           # an error before the work if plotly is missing
     with workers(0, len(entries)) as work:
         page.write(runs, folder, entries=entries, partings=parting_data(runs, partings),
                    work=lambda function, tasks: watch(work(function, tasks), len(entries), 'index.html'))

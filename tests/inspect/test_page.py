@@ -343,6 +343,18 @@ def test_magnitudes_of_block_formats_are_relative_to_the_block_scale(axis):
     np.testing.assert_array_equal(got, np.sort(expected))
 
 
+@pytest.mark.parametrize('scale', [1e-40, 1.0, 1e37])
+def test_a_histogram_counts_as_numpy_does(scale):
+    values = np.random.default_rng(3).standard_normal(10_000).astype(np.float32) * np.float32(scale)
+    limits = payload._limits(values)
+    counts = payload._histogram(values, limits)
+    want, edges = np.histogram(values.astype(np.float64), payload.BINS, limits)
+    close = np.abs(values[:, None] - edges).min(1) <= 1e-12 * (limits[1] - limits[0])     # may be counted on either side
+    assert sum(counts) == 10_000 and np.abs(np.cumsum(counts) - np.cumsum(want)).max() <= close.sum()
+    beyond = payload._histogram(np.array([limits[0] * 2, limits[1] * 2], np.float32), limits)
+    assert (beyond[0], beyond[-1], sum(beyond)) == (1, 1, 2)
+
+
 def test_the_scale_of_a_block_of_zeros_is_blank_and_widens_no_colour_scale():
     x = np.random.default_rng(2).standard_normal((4, 96)).astype(np.float32)
     x[1, 32:64] = 0

@@ -154,6 +154,8 @@ def test_bad_runs_are_one_line(pair, tmp_path, capsys):
     manifest = tmp_path / 'wide' / 'manifest.jsonl'
     manifest.write_text(manifest.read_text().replace('"name": "weight", "step": 0', '"name": "bias", "step": 0'))
     (tmp_path / 'empty').mkdir()
+    (tmp_path / 'site').mkdir()
+    (tmp_path / 'site' / 'index.html').write_text('mine')
     for arguments, message in (
             ([pair[0]], 'expected two or more runs to compare'),
             ([pair[0], pair[0]], 'both runs have the name a; name one of them, as in other=FOLDER'),
@@ -163,6 +165,7 @@ def test_bad_runs_are_one_line(pair, tmp_path, capsys):
             ([pair[0], tmp_path / 'other'], 'no layer has the same tensor in both'),
             ([pair[0], tmp_path / 'wide'], 'compare runs of one model'),
             ([pair[0], tmp_path / 'late'], 'a has step 0, 10, 20 and late has step 7 of these tensors'),
+            ([*pair, '--page', tmp_path / 'site'], 'exists and was not written by this program; name another'),
             ([*pair, '--tolerance', '-1'], '--tolerance: expected a finite number >= 0'),
             ([*pair, '--steps', '5'], 'saved steps: 0, 10, 20'), ([*pair, '--layers', 'nothing'], 'matches no saved tensor')):
         status, out, error = inspect(capsys, 'runs', *arguments)
