@@ -192,7 +192,7 @@ static int queue_batch(const Batch *batch, void *stream) {
 static void *group_stream;
 static int add(Op op, void *stream) {
     if (op.type != UINT8 && op.type != INT32 && op.type != FLOAT) return fail(INVALID_ARGUMENT, "type %d", op.type);
-    if (op.kind == REDUCE && !(op.type == FLOAT) && !(op.type == INT32 && op.operation == MAX))
+    if (op.kind == REDUCE && op.type != FLOAT && (op.type != INT32 || op.operation != MAX))
         return fail(INVALID_ARGUMENT, "type %d with operation %d", op.type, op.operation);
     if (op.peer < 0 || op.peer >= op.comm->size) return fail(INVALID_ARGUMENT, "rank %d", op.peer);
     if (!depth) {

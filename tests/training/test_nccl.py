@@ -122,6 +122,37 @@ def test_the_doctor_compares_sums_on_3_gpus_that_slurm_started(library, tmp_path
     assert [path.name for path in (tmp_path / 'job').iterdir()] == ['localhost:61441']
 
 
+OPERATIONS = '''
+import numpy as np
+from pyops.errors import exits_cleanly
+with exits_cleanly('test', ranks=True):
+    from pyops import backend, distributed as d, ndarray
+    ndarray.use_gpu()
+    d.init()
+    terms = np.random.default_rng(0).standard_normal((2, 3, 50)).astype('f')
+    for place in (backend.put, np.copy):            # arrays on the device and on the host
+        assert (backend.get(d.all_reduce(place(terms[d.rank()]))) == terms[0] + terms[1]).all()
+        assert (backend.get(d.all_reduce(place(terms[d.rank()]), fast=True)) == terms[0] + terms[1]).all()
+        assert (backend.get(d.all_max(place(terms[d.rank()]))) == terms.max(0)).all()
+    assert d.union(np.array([1 << d.rank(), 4])).tolist() == [3, 4] and d.largest(d.rank()) == 1
+    assert d.gather('x' * d.rank()) == ['', 'x'] and d.broadcast([d.rank()] * 1000) == [0] * 1000 and len(d.hosts()) == 2
+    d.agree(size=d.size())
+    d.same_bits(d.all_reduce(backend.put(terms[d.rank()])), 'the sum')
+    try:
+        d.all_reduce(np.arange(3))
+    except TypeError as error:
+        print(error)
+    d.finalize()
+    print(d.size())
+'''
+
+
+def test_the_operations_of_all_ranks_take_arrays_of_gpu_and_host(library, tmp_path):
+    (status, out, err), other = gpu_ranks.run(2, library, tmp_path / 'job', '-c', OPERATIONS)
+    assert (status, other) == (0, (0, '', '')), (err, other)
+    assert out == 'all_reduce: expected float32 between GPUs, got int64\n1\n'
+
+
 # ---- what is refused --------------------------------------------------------------------------------------------------------
 
 def refused(library, tmp_path, *arguments, **values):
