@@ -4,6 +4,7 @@ import configparser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -162,6 +163,40 @@ def test_samples_are_what_the_command_prints(page, command, decimals, tmp_path):
                           env=environment | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': threads[1] if threads else '2'})
     assert done.returncode == 0, done.stderr
     assert_printed(done.stdout.splitlines(), lines, decimals)
+
+
+def blocks_below(page, heading):
+    """The blocks without a language of a section, as lists of lines."""
+    section = (ROOT / page).read_text().partition(f'\n## {heading}\n')[2].partition('\n## ')[0]
+    return [match[2].splitlines() for match in FENCE.finditer(section) if not match[1]]
+
+
+def test_the_way_of_an_op_to_its_instructions_is_quoted_from_the_sources():
+    op, plan, shared, row, instructions, gpu = blocks_below('docs/one_call.md', 'One op down to its instructions')
+    for lines, path in ((op, 'pyops/ops/relu.py'), (shared, 'csrc/small.c'), (row, 'csrc/kernels/elementwise.inc'),
+                        (gpu, 'cuda/small.cu')):
+        assert '\n'.join(lines) + '\n' in (ROOT / path).read_text(), path
+    command = [sys.executable, '-m', 'mnist.resnet', '--embedded', '--plan']
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    assert plan[0] in done.stdout.splitlines(), done.stderr
+    assert len(instructions) == 7
+
+
+def test_the_instructions_of_an_op_are_those_that_gcc_12_makes():
+    path = ROOT / 'build/c/kernels/avx2.o'
+    if not path.exists() or not shutil.which('objdump'):
+        pytest.skip('needs build/c/kernels/avx2.o and objdump: make, apt install binutils')
+    comment = subprocess.run(['objdump', '-s', '-j', '.comment', path], text=True, capture_output=True).stdout
+    compiler = ''.join(line[-16:] for line in comment.splitlines())        # the column of text
+    if not re.search(r'GCC: .* 12\.\d\.\d', compiler):
+        pytest.skip('the page shows the instructions of gcc 12: make clean, then make CC=gcc-12')
+    code = subprocess.run(['objdump', '-d', '--no-show-raw-insn', path], text=True, capture_output=True).stdout
+    code = code.partition('<row_relu_back>:')[2].partition('\n\n')[0]
+    made = [line.partition('\t')[2].strip() for line in code.splitlines()]
+    *_, instructions, _ = blocks_below('docs/one_call.md', 'One op down to its instructions')
+    first = next(number for number, line in enumerate(made) if line.startswith('vcmpltps') and 'ymm' in line)
+    for got, line in zip(made[first:], instructions, strict=False):
+        assert ' '.join(got.split()).startswith(' '.join(line.partition('#')[0].split())), (got, line)
 
 
 def test_a_sample_that_is_stale_is_noticed():
