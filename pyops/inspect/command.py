@@ -104,6 +104,9 @@ def _add_runs(parser):
                         help='also write a CSV file with one line per pair of tensors')
     parser.add_argument('--page', type=_path, metavar='DIR',
                         help='also write DIR/index.html, the page with all runs side by side')
+    parser.add_argument('--tensorboard', type=_path, metavar='DIR',
+                        help='also write event files of TensorBoard to DIR/RUN: losses, and statistics of each tensor; one RUN '
+                        'is enough then')
     parser.set_defaults(run=_runs('runs'))
 
 

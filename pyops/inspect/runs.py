@@ -356,9 +356,10 @@ def batch_partings(runs: Runs, pairs: Iterable[Pair]) -> dict[str, int]:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 def run(options: Any) -> int:
-    """Compare the runs in options.runs and print where they part.  Return exit status 0."""
+    """Compare the runs in options.runs and print where they part.  With --tensorboard one run is enough.  Return exit status
+    0."""
     folders = named(options.runs)
-    if len(folders) < 2:
+    if len(folders) < 2 and not options.tensorboard:
         raise UserError(f'{printable(options.runs[0])}: expected two or more runs to compare; name another folder of saved '
                         'tensors')
     if options.page:
@@ -366,6 +367,12 @@ def run(options: Any) -> int:
     runs = Runs(folders)
     check_models(runs.entries)
     entries = select(runs.entries, options.layers, options.names, options.steps)
+    if options.tensorboard:
+        from pyops.inspect import events
+        unread = events.write(options.tensorboard, runs, entries, lambda entry: (run_of(entry), action_of(entry)))
+        if len(folders) < 2:
+            print_skipped([*runs.skipped, *unread])
+            return 0
     partings, found, pairing, unread = compare(runs, entries, options.tolerance,
                                                lambda pairs: watch(pairs, len(pairs), 'compare', 'pairs'))
     skipped = [*runs.skipped, *unread]

@@ -1,7 +1,10 @@
 """Several runs side by side: where they part, as text, JSON and CSV, and on the page."""
 import csv
+import importlib.util
 import json
 import shutil
+import struct
+import sys
 
 import numpy as np
 import pytest
@@ -193,3 +196,50 @@ def test_pairs_are_found_while_runs_grow(pair):
     assert len(seen) == len(set(seen)) == 75
     with pytest.raises(UserError, match='both runs'):
         runs.named(['a', 'x/a'])
+
+
+# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+
+def scalars(folder):
+    """Return {tag: {step: value}} of the only event file in a folder: records of a length, data and two checksums."""
+    from tensorboardX.proto.event_pb2 import Event
+    (path,) = folder.iterdir()
+    data, place, found = path.read_bytes(), 0, {}
+    while place < len(data):
+        (length,) = struct.unpack_from('<Q', data, place)
+        event = Event.FromString(data[place + 12:place + 12 + length])
+        for value in event.summary.value:
+            found.setdefault(value.tag, {})[event.step] = value.simple_value
+        place += 16 + length
+    return found
+
+
+def test_event_files_have_the_losses_and_the_statistics_of_each_run(pair, tmp_path, capsys):
+    pytest.importorskip('tensorboardX', reason="tensorboardX is not installed: pip install 'pyops[tensorboard]'")
+    change(pair[1], 10, LAYERS[0], 'output', lambda x: x * np.float32(3))
+    change(pair[1], 20, LAYERS[0], 'output', lambda x: np.full_like(x, np.nan))
+    assert inspect(capsys, 'runs', *pair, '--tensorboard', tmp_path / 'events')[0] == 0
+    ours, theirs = (scalars(tmp_path / 'events' / name) for name in 'ab')
+    recorded = [json.loads(line) for line in (pair[0] / 'manifest.jsonl').read_text().splitlines()]
+    losses = {line['step']: line['loss'] for line in recorded if 'loss' in line}
+    assert losses and ours['loss'] == theirs['loss'] == {step: float(np.float32(loss)) for step, loss in losses.items()}
+    source = Runs([Named('a', str(pair[0]))])
+    (tag,) = [tag for tag in ours if tag.startswith(f'{LAYERS[0]}_') and tag.endswith('_forward_output/amax')]
+    for entry in source.entries:
+        if (entry.layer, entry.operation, entry.name) == (LAYERS[0], 'forward', 'output'):
+            x = entry.load()[np.broadcast_to(source.mask(entry), entry.shape)]          # without padding
+            assert 0 < x.size < np.prod(entry.shape) and ours[tag][entry.step] == np.abs(x).max()
+            assert abs(ours[tag.replace('amax', 'rms')][entry.step] - np.sqrt((x.astype('d') ** 2).mean())) <= 1e-6
+    assert set(ours[tag]) == {0, 10, 20} and set(theirs[tag]) == {0, 10}                # no number at the step of the NaN
+    assert theirs[tag.replace('amax', 'nan')][20] == x.size and theirs[tag][10] == np.float32(3) * np.float32(ours[tag][10])
+    status, out, error = inspect(capsys, 'runs', *pair, '--tensorboard', tmp_path / 'events')
+    assert status == 2 and 'is not empty' in error and error.count('\n') == 1
+
+
+def test_one_run_is_enough_for_event_files_and_the_package_has_a_remedy(pair, tmp_path, capsys, monkeypatch):
+    if importlib.util.find_spec('tensorboardX'):
+        assert inspect(capsys, 'runs', pair[0], '--tensorboard', tmp_path / 'one')[:2] == (0, '')
+        assert 'loss' in scalars(tmp_path / 'one/a')
+    monkeypatch.setitem(sys.modules, 'tensorboardX', None)
+    status, _, error = inspect(capsys, 'runs', pair[0], '--tensorboard', tmp_path / 'two')
+    assert status == 2 and error.endswith("tensorboardX is not installed; install it with: pip install 'pyops[tensorboard]'\n")
