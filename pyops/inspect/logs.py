@@ -34,6 +34,12 @@ TAGS = 'phase', 'component', 'rank', 'sample', 'group'           # fields of an 
 ATTENTION_WEIGHTS = 'weights', 'attention_weights', 'attention_probs', 'attn_weights'      # names that programs use
 
 _TIME = re.compile(r'(.+)_t(\d{1,9})', re.S)
+# A file of DumpTensors of TransformerEngine, in the folder of its rank, and (operation, name here) of its tensors.
+_DUMPED = re.compile(r'(?P<layer>.+)_(?P<tensor>activation|weight|output|gradient|dgrad|wgrad)_iter_(?P<step>\d{6,9})', re.S)
+_RANK = re.compile(r'rank_(\d{1,9})')
+_MEANING = {'activation': ('forward', 'input'), 'weight': ('forward', 'weight'), 'output': ('forward', 'output'),
+            'gradient': ('backward', 'grad_output'), 'dgrad': ('backward', 'grad_input'), 'wgrad': ('backward', 'grad_weight')}
+_BARE = '', 'tensor', 'data', 'high_precision'      # keys of the only tensor of a file, or of the one that it is about
 
 
 class LogError(UserError):
@@ -364,9 +370,11 @@ class _Folder:
             return Entry(**{**line, **shared, 'dtype': dtype}, run=run, training=self.manifest.training, key=key,
                          origin=self.manifest.origin(run))
         stem = os.path.splitext(shared['file'])[0]
-        fields = _fields(stem, metadata)
+        fields = _fields(stem, metadata, os.path.basename(shared['folder']))
         name, time = fields['name'], None
-        if key not in ('', 'tensor', 'data'):
+        if key not in _BARE and '.' in key and fields['layer'] == stem:      # a checkpoint, perhaps one file of several
+            fields['layer'], _, name = key.rpartition('.')
+        elif key not in _BARE:
             name = f'{name}.{key}' if name != stem else key
         elif match := _TIME.fullmatch(name):
             name, time = match.groups()
@@ -387,8 +395,9 @@ def _optional_int(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-def _fields(stem: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields in a file's name.  `metadata`, as in dumps of Megatron, takes precedence."""
+def _fields(stem: str, metadata: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return the fields in a file's name; TransformerEngine has the rank in the name of the folder.  `metadata`, as in dumps of
+    Megatron, takes precedence."""
     match = NAME.fullmatch(stem)
     fields: dict[str, Any] = {'timestamp': '', 'counter': 0, 'layer': '' if match else stem, 'layer_type': 'other',
                               'index': None, 'operation': '', 'format': 'fp32', 'name': stem, 'step': 0, 'phase': '',
@@ -396,6 +405,11 @@ def _fields(stem: str, metadata: dict[str, Any]) -> dict[str, Any]:
     if match:
         fields |= {key: value for key, value in match.groupdict().items() if value is not None}
         fields['step'] = int(fields['step'])
+    elif dumped := _DUMPED.fullmatch(stem):
+        operation, name = _MEANING[dumped['tensor']]
+        rank = _RANK.fullmatch(folder)
+        fields |= {'layer': dumped['layer'], 'layer_type': 'linear', 'operation': operation, 'name': name,
+                   'step': int(dumped['step']), 'rank': rank and rank[1]}
     for key, name in (('layer_type', 'layer_type'), ('operation', 'operation'), ('format', 'quant_type'),
                       ('name', 'tensor_name'), ('phase', 'phase'), ('component', 'component')):
         value = metadata.get(name)

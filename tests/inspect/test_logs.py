@@ -12,6 +12,7 @@ import pytest
 from dumps import make_dump, make_megatron_dump
 from safetensors.numpy import save_file
 
+from pyops.__main__ import main
 from pyops.errors import UserError, printable
 from pyops.inspect.logs import LogError, Logs, curves, places
 
@@ -171,6 +172,48 @@ def test_names_of_other_programs_are_read(tmp_path):
                      ('linear', 'linear', 0, 'forward', 'bf16', 'input', 3, 12)]
     assert logs.entries[0].timestamp == '' and logs.entries[2].timestamp == '20250908_092156'
     assert logs.entries[4].axis == 0 and logs.entries[1].stem.startswith('my_weight-')
+
+
+def test_dumps_of_transformer_engine_are_read_and_their_products_compared(tmp_path, torch, capsys):
+    """Files as DumpTensors writes them, with the types of two ranks: {high_precision: tensor, and parts of the rounded one}."""
+    normal, arrays = np.random.default_rng(0).standard_normal, {}
+    for rank in range(2):
+        folder = tmp_path / 'tensor_dumps' / f'rank_{rank}'
+        folder.mkdir(parents=True)
+        for name, shape in (('activation', (32, 64)), ('weight', (96, 64)), ('gradient', (32, 96)), ('output', (32, 96)),
+                            ('dgrad', (32, 64)), ('wgrad', (96, 64))):
+            arrays[rank, name] = normal(shape).astype('f')
+            torch.save({'high_precision': torch.from_numpy(arrays[rank, name]).bfloat16(),
+                        'scale_inv': torch.ones(1)}, folder / f'decoder.layers.1.mlp.fc1_{name}_iter_000120.pt')
+    logs = Logs(tmp_path / 'tensor_dumps')
+    assert logs.skipped == [] and len(logs.entries) == 24
+    whole = {(entry.rank, entry.operation, entry.name): entry for entry in logs.entries if 'scale_inv' not in entry.name}
+    assert {(entry.layer, entry.layer_type, entry.step) for entry in logs.entries} == {
+        ('decoder.layers.1.mlp.fc1', 'linear', 120)}
+    for rank in range(2):
+        for theirs, ours in (('activation', ('forward', 'input')), ('weight', ('forward', 'weight')),
+                             ('output', ('forward', 'output')), ('gradient', ('backward', 'grad_output')),
+                             ('dgrad', ('backward', 'grad_input')), ('wgrad', ('backward', 'grad_weight'))):
+            error = np.abs(whole.pop((rank, *ours)).load() - arrays[rank, theirs])
+            assert error.max() <= 2 ** -8 * np.abs(arrays[rank, theirs]).max()
+    assert not whole
+    with pytest.raises(SystemExit) as left:
+        main(['inspect', 'products', str(tmp_path / 'tensor_dumps'), '--formats', 'none,mxfp8', '--json'])
+    found = json.loads(capsys.readouterr().out)
+    assert not left.value.code and {row['product'] for row in found['products']} == {'fwd', 'dgrad', 'wgrad'}
+
+
+def test_tensors_of_a_checkpoint_in_several_files_have_the_layers_of_its_names(tmp_path):
+    names = 'model.layers.0.q_proj.weight', 'model.layers.0.q_proj.bias', 'model.norm.weight', 'scale'
+    for number, part in enumerate((names[:2], names[2:]), 1):
+        save_file({name: X + number for name in part}, tmp_path / f'model-{number:05}-of-00002.safetensors')
+    (tmp_path / 'model.safetensors.index.json').write_text('{}')
+    logs = Logs(tmp_path)
+    assert {(entry.layer, entry.name) for entry in logs.entries} == {
+        ('model.layers.0.q_proj', 'weight'), ('model.layers.0.q_proj', 'bias'), ('model.norm', 'weight'),
+        ('model-00002-of-00002', 'scale')}
+    assert [file for file, _ in logs.skipped] == ['model.safetensors.index.json']
+    assert all(np.array_equal(entry.load(), X + int(entry.file[6:11])) for entry in logs.entries)
 
 
 def test_files_of_torch_save_are_read(tmp_path, torch):
