@@ -915,9 +915,9 @@ class InProductsRow:
 
 
 TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), ActivationRow(SiLU), ActivationRow(GELU),
-         ActivationRow(GELUTanh, 'gelu', approximate='tanh'), EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(),
-         EmbeddingPositionsRow(False), EmbeddingPositionsRow(True), ConcatContextRow(), CrossEntropyRow(),
-         LinearCrossEntropyRow(),
+         ActivationRow(GELUTanh, 'gelu', approximate='tanh'),
+         EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(), EmbeddingPositionsRow(False), EmbeddingPositionsRow(True),
+         ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),
          AttentionOfColumnsRow(), AttentionOfColumnsRow(causal=True, p=0.3, lengths='any'),
