@@ -289,7 +289,7 @@ test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all`
 # The AVX-512 tiles use the compiler's vector types, so a CPU without AVX-512 runs the same code, compiled for AVX2.  The
 # instructions of AMX are emulated in C.
 lowered: ## build the library for CPUs without AVX-512 or AMX: AVX-512 compiled for AVX2, AMX emulated; pytest --on avx512, amx_bf16
-	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma'
+	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-O1 -DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma'
 
 # The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too.  AMX
 # has kernels for bf16 only, and a CPU with AVX512_BF16 uses those of AVX-512 for all else, so these two need the tests of bf16.

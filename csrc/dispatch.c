@@ -85,7 +85,11 @@ static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16, cons
 #define EXACT_OF(table) EXACT_OF_##table
 #define EXACT_OF_generic &pyops_kernels_generic
 #define EXACT_OF_avx2 &pyops_kernels_exact_avx2
+#if PYOPS_LOWERED /* its AVX-512 is AVX2 already */
+#define EXACT_OF_avx512 &pyops_kernels_exact_avx2
+#else
 #define EXACT_OF_avx512 &pyops_kernels_exact_avx512
+#endif
 #else
 #define EXACT_OF(table) NULL
 #endif
