@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -15,12 +16,14 @@ import pytest
 from conftest import ROOT, environment_without
 from ranks import needs_mpi
 
-from bench import contest, eager, floor, gpu_check, kills, results, scaling, serve, table, train, translate
+from bench import contest, eager, floor, formats, gpu_check, kills, results, scaling, serve, table, train, translate
 from bench.contest import NAMES
 from bench.gpu_contest import Run
-from pyops import backend
+from pyops import backend, quantization
 from pyops.distributed import __main__ as command
 from pyops.errors import UserError
+from pyops.formats import parse
+from pyops.inspect.products import PRODUCTS
 
 PLACE = {'machine': 'a machine', 'isa': 'avx2', 'threads': 2, 'torch': '9.9', 'commit': 'c'}
 
@@ -322,6 +325,27 @@ def test_scaling_is_of_ours_alone():
 
 needs_emulation = pytest.mark.skipif(not (ROOT / 'pyops/libpyops_emulated.so').exists(),
                                      reason='pyops/libpyops_emulated.so is not built: make emulated')
+# ---- number formats --------------------------------------------------------------------------------------------------
+
+def test_the_recipes_of_the_table_of_formats_are_recipes_and_their_products_have_these_formats():
+    assert len({recipe.name for recipe in formats.RECIPES}) == len({str(recipe) for recipe in formats.RECIPES}) >= 20
+    for recipe in formats.RECIPES:
+        parsed = quantization.Recipe.parse(str(recipe))
+        for product, operands in PRODUCTS.items():
+            wanted = [None if text == 'none' else parse(text) for text in recipe.formats(product)]
+            assert [parsed.formats.get(f'{product}.{operand}') for operand in operands] == wanted, (recipe, product)
+
+
+def test_the_table_of_formats_has_a_line_for_each_recipe():
+    exact, hadamard = formats.RECIPES[0], next(recipe for recipe in formats.RECIPES if recipe.wgrad)
+    lines = list(formats.table({exact: formats.Figures(1.25, dict.fromkeys(PRODUCTS, math.inf)),
+                                hadamard: formats.Figures(1.5, dict(fwd=16.04, dgrad=15.0, wgrad=14.96))}))
+    assert lines[2:] == ['| not rounded |  | 1.250 | exact | exact | exact |',
+                         '| nvfp4, Hadamard in wgrad | `nvfp4,wgrad=nvfp4:hadamard=16` | 1.500 | 16.0 dB | 15.0 dB | 15.0 dB |']
+    with pytest.raises(UserError, match='^--only nothing: no recipe has such a name; the names are not rounded; bf16; '):
+        formats.main(['--only', 'nothing'])
+
+
 CHECK = [sys.executable, '-m', 'bench.gpu_check', '--emulated']
 
 

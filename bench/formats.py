@@ -1,0 +1,146 @@
+"""Train with each number format, and measure the loss and the error of the products.
+
+    python -m bench.formats                         300 steps of a small transformer with each recipe
+    python -m bench.formats --only nvfp4 mxfp4      recipes whose names contain one of these words
+    python -m bench.formats --jobs 2 --save         two runs at once; also write the table to docs/quantization.md
+
+The transformer has two blocks with d_model 64 on each side, and learns the embedded corpus in batches of 32 pairs. All runs
+have the same initial weights, batches and dropout. The loss is the mean of the last 50 training steps. The errors of products
+are those of one step of the run without rounding: each product of all linear layers, with its two operands rounded as in the
+recipe, relative to the exact product.
+"""
+import concurrent.futures
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.errors import UserError, exits_cleanly
+from pyops.flags import ArgumentParser, positive_int
+from pyops.inspect.products import PRODUCTS
+from pyops.steplog import RECORD
+from scripts import generated
+
+PROGRAM = 'bench.formats'
+PAGE = Path(__file__).resolve().parents[1] / 'docs/quantization.md'
+STEPS, LAST = 300, 50
+TRAIN = ('transformer.train', '-f', 'embedded', '-e', '1', '-b', '32', '--d-model', '64', '--d-ff', '128', '--max-steps',
+         str(STEPS), '--threads', '1')
+
+
+class Recipe(NamedTuple):
+    """A recipe for --quant: one format for all operands, another for gradients, or a transform of weight gradients."""
+    name: str
+    forward: str                    # format of x and w
+    gradient: str = ''              # of g; '' the same
+    wgrad: str = ''                 # of both operands of wgrad; '' those of the others
+
+    def __str__(self):
+        parts = [self.forward]
+        if self.gradient:
+            parts += [f'dgrad.g={self.gradient}', f'wgrad.g={self.gradient}']
+        if self.wgrad:
+            parts.append(f'wgrad={self.wgrad}')
+        return ','.join(parts)
+
+    def formats(self, product):
+        """Return the formats of the two operands of a product, in the order of PRODUCTS."""
+        if product == 'wgrad' and self.wgrad:
+            return self.wgrad, self.wgrad
+        return tuple(self.gradient if self.gradient and operand == 'g' else self.forward for operand in PRODUCTS[product])
+
+
+RECIPES = [
+    Recipe('not rounded', 'none'), Recipe('bf16', 'bf16'), Recipe('hifp8', 'hifp8'),
+    Recipe('mxfp8', 'mxfp8'), Recipe('mxfp8, gradients E5M2', 'mxfp8', 'mxfp8:elem=e5m2'),
+    Recipe('mxfp8, blocks of 32 x 32', 'mxfp8:block=32x32'),
+    Recipe('fp8, blocks of 128', 'fp8'), Recipe('fp8, one scale for a tensor', 'fp8:block=tensor'),
+    Recipe('fp8, delayed scaling', 'fp8:delayed'),
+    Recipe('mxfp6, E3M2', 'mxfp6'), Recipe('mxfp6, E2M3', 'mxfp6:elem=e2m3'), Recipe('mxint8', 'mxint8'),
+    Recipe('int8', 'int8'),
+    Recipe('nvfp4', 'nvfp4'), Recipe('nvfp4, blocks of 16 x 16', 'nvfp4:block=16x16'),
+    Recipe('nvfp4, Hadamard in wgrad', 'nvfp4', wgrad='nvfp4:hadamard=16'),
+    Recipe('nvfp4, stochastic gradients', 'nvfp4', 'nvfp4:round=stochastic'),
+    Recipe('mxfp4', 'mxfp4'), Recipe('mxfp4, Hadamard everywhere', 'mxfp4:hadamard=32'),
+    Recipe('mxfp4, blocks of 32 x 32', 'mxfp4:block=32x32'), Recipe('int4', 'int4')]
+
+
+class Figures(NamedTuple):
+    """loss: mean of the last steps;  sqnr: {product: dB}, inf for exact products"""
+    loss: float
+    sqnr: dict[str, float]
+
+
+def run(*arguments):
+    """Run a module of this tree and return its standard output.   UserError with its last line if it fails"""
+    done = subprocess.run([sys.executable, '-m', *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f'{arguments[0]}: failed: {(done.stderr.splitlines() or ["without a message"])[-1]}')
+    return done.stdout
+
+
+def train(recipe, folder, *flags):
+    """Train with a recipe, and return the loss."""
+    run(*TRAIN, *([] if recipe.forward == 'none' else ['--quant', recipe]), '-c', folder, *flags)
+    path, = folder.glob('steps_*.f32')
+    losses = np.fromfile(path, RECORD[0]).reshape(-1, RECORD[1])[:, 0]
+    assert len(losses) == STEPS, path
+    return float(losses[-LAST:].mean(dtype=np.float64))
+
+
+def errors(recipe, tensors):
+    """Return {product: SQNR in dB} over all linear layers of the saved tensors."""
+    if recipe.forward == 'none':
+        return dict.fromkeys(PRODUCTS, float('inf'))
+    found = {}
+    for product in PRODUCTS:
+        left, right = recipe.formats(product)
+        document = json.loads(run('pyops', 'inspect', 'products', tensors, '--products', product, '--formats',
+                                  ','.join(dict.fromkeys((left, right))), '--json', '--top', '1'))
+        names = document['formats']
+        wanted = [names[0], names[-1]]
+        found[product] = next(total['sqnr_db'] for total in document['totals'] if total['formats'] == wanted)
+    return found
+
+
+def table(figures):
+    """Return the lines of the table.   figures: {recipe: Figures}"""
+    yield '| recipe | `--quant` | loss | SQNR of `fwd` | `dgrad` | `wgrad` |'
+    yield '|---|---|---:|---:|---:|---:|'
+    for recipe, one in figures.items():
+        cells = ['exact' if np.isinf(db) else f'{db:.1f} dB' for db in (one.sqnr[product] for product in PRODUCTS)]
+        flag = '' if recipe.forward == 'none' else f'`{recipe}`'
+        yield f'| {recipe.name} | {flag} | {one.loss:.3f} | {" | ".join(cells)} |'
+
+
+def main(argv=None):
+    p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0], docstring=__doc__)
+    p.add_argument('--only', nargs='+', default=[], metavar='WORD', help='only recipes whose names contain one of these words')
+    p.add_argument('--jobs', type=positive_int, default=1, metavar='N', help='runs at once, of one thread each (default 1)')
+    p.add_argument('--save', action='store_true', help='write the table to docs/quantization.md')
+    args = p.parse_args(argv)
+    chosen = [recipe for recipe in RECIPES if not args.only or any(word in recipe.name for word in args.only)]
+    if not chosen:
+        raise UserError(f'--only {" ".join(args.only)}: no recipe has such a name; the names are '
+                        f'{"; ".join(recipe.name for recipe in RECIPES)}')
+    with tempfile.TemporaryDirectory() as temporary, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        root = Path(temporary)
+        train(RECIPES[0], root / 'tensors_of', '--save-tensors', root / 'tensors', '--save-steps', f'{STEPS - 1}:{STEPS}:1',
+              '--save-layers', '*')
+
+        def measured(recipe):
+            return Figures(train(recipe, root / str(RECIPES.index(recipe))), errors(recipe, root / 'tensors'))
+        figures = dict(zip(chosen, pool.map(measured, chosen), strict=True))
+    text = '\n'.join(table(figures))
+    print(text)
+    if args.save:
+        generated.update(PAGE, 'formats', f'\n{text}\n', f'{PROGRAM} --save')
+
+
+if __name__ == '__main__':
+    with exits_cleanly(PROGRAM):
+        main()
