@@ -289,7 +289,7 @@ test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all`
 # The AVX-512 tiles use the compiler's vector types, so a CPU without AVX-512 runs the same code, compiled for AVX2.  The
 # instructions of AMX are emulated in C.
 lowered: ## build the library for CPUs without AVX-512 or AMX: AVX-512 compiled for AVX2, AMX emulated; pytest --on avx512, amx_bf16
-	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-O1 -DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma'
+	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-O1 -DPYOPS_LOWERED=1 -DPYOPS_WITHOUT_EXACT=1 -Wno-psabi' AVX512='-mavx2 -mfma'
 
 # The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too.  AMX
 # has kernels for bf16 only, and a CPU with AVX512_BF16 uses those of AVX-512 for all else, so these two need the tests of bf16.
@@ -318,7 +318,7 @@ test-emulated: .venv/test-ready ## run the tests of ops, arrays and plans on the
 	    -k 'overwrite or large_gemm or grad_norm or argmax' || exit 1; done
 
 asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
-	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
+	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -DPYOPS_WITHOUT_EXACT=1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/backend/test_ndarray.py tests/backend/test_chains.py -k 'not torch'
 

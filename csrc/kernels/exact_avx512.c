@@ -1,6 +1,6 @@
 /* The kernels of avx512.c without fused multiply-adds, for pyops_set_exact, compiled with
  * -mavx512f -mavx512vl -mavx512dq -ffp-contract=off (see Makefile). */
-#if defined __x86_64__ && !PYOPS_LOWERED
+#if defined __x86_64__ && !PYOPS_WITHOUT_EXACT
 #define ISA exact_avx512
 #define VL 16
 #define TILE_M 14
