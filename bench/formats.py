@@ -37,7 +37,7 @@ class Recipe(NamedTuple):
     name: str
     forward: str                    # format of x and w
     gradient: str = ''              # of g; '' the same
-    wgrad: str = ''                 # of both operands of wgrad; '' those of the others
+    wgrad: str = ''                 # of both operands of wgrad; '' the same
 
     def __str__(self):
         parts = [self.forward]

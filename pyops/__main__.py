@@ -26,7 +26,7 @@ from pyops.errors import UserError, exits_cleanly
 
 
 class Program(NamedTuple):
-    """A command that runs a module of a program.   name: of the module;  flags: before those of the user"""
+    """A command that runs a module of a program.   name: of the module;  flags: put before the user's"""
     text: str
     packages: tuple[str, ...]
     name: str

@@ -1,6 +1,6 @@
 """Command lines that --help shows as examples.
 
-Those of the programs mnist, seq2seq and transformer are in the docstrings of their modules; those of `pyops` are here.
+The programs mnist, seq2seq and transformer have theirs in the docstrings of their modules; the commands of `pyops` are here.
 """
 import re
 
@@ -62,7 +62,7 @@ def shown(prog: str, docstring: str | None) -> str:
 
 
 def of(prog: str, docstring: str | None) -> list[tuple[str, str]]:
-    """Return [(arguments, what it does)].  The parameters are those of `shown`."""
+    """Return [(arguments, what it does)].  Parameters as in `shown`."""
     if docstring:
         return [(arguments, what) for module, arguments, what in _OF_A_MODULE.findall(docstring) if prog.endswith(module)]
     return COMMANDS.get(_COMMAND.sub('', prog), [])

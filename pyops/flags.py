@@ -25,7 +25,7 @@ class ArgumentParser(argparse.ArgumentParser):
     others = None           # the name in the namespace for the list of unknown arguments; None: they are an error
 
     def __init__(self, *args, docstring=None, **kwargs):
-        """docstring: of the module, with examples for --help; pyops/examples.py has those of the commands of pyops."""
+        """docstring: of the module, with examples for --help; pyops/examples.py has the examples of the commands of pyops."""
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.docstring = docstring
         # So that `-l -1e-3` is a flag with a bad value and not two flags; argparse itself knows only -1 and -1.5.
