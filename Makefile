@@ -292,7 +292,7 @@ lowered: ## build the library for CPUs without AVX-512 or AMX: AVX-512 compiled 
 	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-O1 -DPYOPS_LOWERED=1 -DPYOPS_WITHOUT_EXACT=1 -Wno-psabi' AVX512='-mavx2 -mfma'
 
 # The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too.  AMX
-# has kernels for bf16 only, and a CPU with AVX512_BF16 uses those of AVX-512 for all else, so these two need the tests of bf16.
+# has kernels for bf16 only, and a CPU with AVX512_BF16 uses AVX-512 kernels for all else, so these two need the tests of bf16.
 # Exact kernels have the bits of generic (tests/backend/test_exact.py), so they need the table of ops alone.
 # SKIP_PASSED=FILE leaves out of it the tests that passed in `make test WRITE_PASSED=FILE`.
 HAS = $(if $(X86),$(shell grep -ls $(1) /proc/cpuinfo))

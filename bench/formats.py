@@ -6,7 +6,7 @@
 
 The transformer has two blocks with d_model 64 on each side, and learns the embedded corpus in batches of 32 pairs. All runs
 have the same initial weights, batches and dropout. The loss is the mean of the last 50 training steps. The errors of products
-are those of one step of the run without rounding: each product of all linear layers, with its two operands rounded as in the
+are measured in one step of the run without rounding: each product of all linear layers, with its two operands rounded as in the
 recipe, relative to the exact product.
 """
 import concurrent.futures

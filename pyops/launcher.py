@@ -11,7 +11,7 @@ class Launch(NamedTuple):
     launcher: str
 
 
-# launcher, rank, number of ranks, rank among those of its host.  A Slurm batch script has SLURM_PROCID and SLURM_NTASKS, too;
+# launcher, rank, number of ranks, rank within its host.  A Slurm batch script has SLURM_PROCID and SLURM_NTASKS, too;
 # only srun sets SLURM_STEP_NUM_TASKS.
 _LAUNCHERS = (('mpirun', 'OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
               ('mpiexec', 'PMI_RANK', 'PMI_SIZE', 'MPI_LOCALRANKID'),
@@ -28,7 +28,7 @@ def launch():
 
 
 def local_rank():
-    """Return the number of this process among those of its host: 0 without a launcher, or if it does not say."""
+    """Return the number of this process within its host: 0 without a launcher, or if it does not say."""
     found = _find()
     text = os.environ.get(found[1], '') if found else ''
     return int(text) if text.isdecimal() else 0

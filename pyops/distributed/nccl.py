@@ -122,7 +122,7 @@ class Nccl:
         self._join('ncclCommInitRank', ctypes.byref(self._comm), self.size, identity, self.rank)
 
     def _join(self, name: str, *arguments: Any) -> None:
-        """Call a function that connects ranks; its errors are those of a user."""
+        """Call a function that connects ranks; its errors become errors of the user."""
         try:
             self._call(name, *arguments)
         except RuntimeError as error:

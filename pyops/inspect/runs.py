@@ -166,7 +166,7 @@ class Pairing:
         self._counts: dict[tuple[Any, ...], int] = {}
 
     def add(self, entries: Iterable[Entry]) -> list[Pair]:
-        """Return the pairs of which at least one entry is new, in the order of the reference's steps and actions."""
+        """Return the pairs with at least one new entry, in the order of the reference's steps and actions."""
         added = []
         for entry in entries:
             run = run_of(entry)
@@ -310,7 +310,7 @@ class Partings:
 
 def compare(runs: Runs, entries: Iterable[Entry], tolerance: float = TOLERANCE,
             progress: Callable[[list[Pair]], Iterable[Pair]] = iter) -> tuple[Partings, list[Difference], Pairing, list[Any]]:
-    """Compare the entries of all runs with those of the first.  Return (Partings, [Difference], Pairing, [(file, reason)])."""
+    """Compare the entries of all runs with the first run.  Return (Partings, [Difference], Pairing, [(file, reason)])."""
     partings, found, skipped = Partings(tolerance), [], []
     pairing = Pairing(runs.names[0])
     for pair in progress(pairing.add(entries)):

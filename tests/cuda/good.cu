@@ -470,7 +470,7 @@ static void try_graph() {
     cudaStreamDestroy(stream);
 }
 
-// Two streams, of which each waits for the other in turn.
+// Two streams that wait for each other in turn.
 static void try_streams() {
     if (!asked_for("streams")) return;
     cudaStream_t first, second;

@@ -66,7 +66,7 @@ class Gru:
 
 
 def check_equal_bits(gru, *, as_cluster=True):
-    """Require finite results with the same bits by both exchanges, of which only the one through memory uses counters."""
+    """Require finite results with the same bits by both exchanges; only the one through memory uses counters."""
     by_device, used = gru.run(BY_DEVICE)
     assert used == [not as_cluster] * 2
     through_memory, used = gru.run(GLOBAL)

@@ -34,7 +34,7 @@ def as_torchrun(count, rank, port):
 def run(count, library, folder, *arguments, variables=as_torchrun, **values):
     """Run python with these arguments on so many ranks.  Return [(exit status, standard output, standard error)].
 
-    variables(count, rank, port): those of the launcher
+    variables(count, rank, port): set by the launcher
     """
     folder.mkdir()
     with socket.socket() as free:

@@ -125,7 +125,7 @@ static void complete(Comm *comm, Transfer *transfers, int n) {
 }
 static size_t bytes_of(const Op *op) { return op->count * (op->type == UINT8 ? 1 : 4); }
 
-/* The last rank is added first: another order than that of pyops with more than two ranks. */
+/* The last rank is added first: not the order of pyops with more than two ranks. */
 static void reduce(const Op *op) {
     Comm *comm = op->comm;
     const size_t bytes = bytes_of(op);

@@ -144,7 +144,7 @@ def foreign_files():
 
 
 def signed(state, text):
-    """Return a checkpoint without tensors whose state is this text of JSON, and whose SHA-256 is that of `text`."""
+    """Return a checkpoint without tensors whose state is this text of JSON, and whose SHA-256 belongs to `text`."""
     header = (f'{{"__metadata__": {{"format": "{checkpoint.FORMAT}", "version": "2", "state": {state}, "name": "", '
               f'"sha256": "{hashlib.sha256(text.encode()).hexdigest()}"}}}}').encode()
     return struct.pack('<Q', len(header)) + header
