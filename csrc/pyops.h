@@ -921,7 +921,8 @@ typedef enum {
     PYOPS_ROUND_EVEN = 0, PYOPS_ROUND_AWAY, PYOPS_ROUND_DOWN, PYOPS_ROUND_STOCHASTIC, PYOPS_ROUND_HYBRID
 } pyops_rounding;       /* EVEN, AWAY: to nearest, ties to even or away from 0;  DOWN: towards 0 */
 typedef enum {
-    PYOPS_SCALE_FLOOR = 0, PYOPS_SCALE_RCEIL, PYOPS_SCALE_CEIL, PYOPS_SCALE_EVEN, PYOPS_SCALE_FLOAT, PYOPS_SCALE_E4M3
+    PYOPS_SCALE_FLOOR = 0, PYOPS_SCALE_RCEIL, PYOPS_SCALE_CEIL, PYOPS_SCALE_EVEN, PYOPS_SCALE_FLOAT, PYOPS_SCALE_E4M3,
+    PYOPS_SCALE_E4M3_MSE, PYOPS_SCALE_E4M3_MAE
 } pyops_scale_rule;
 enum { PYOPS_LONGEST_BLOCK = 4096 };
 
@@ -946,11 +947,15 @@ PYOPS_API pyops_status pyops_advance_amax(float *history, float *amax, int64_t r
 /* ---- number formats with a float as the scale of each block, in one or two dimensions ----
  * x, y and codes are (outer,rows,columns) in blocks of block_rows by block_columns, which may be smaller at the edges.
  * scaled_quantize  scales (outer, blocks down, blocks across): by the rules of fake_quantize, or with a = max |x| of the block
- *                  FLOAT: max(a / largest, 2^-126), 1 for a = 0;   E4M3: a / largest * factor[0], rounded to E4M3
+ *                  FLOAT: max(a / largest, 2^-126), 1 for a = 0;   E4M3: a / largest * factor[0], rounded to E4M3;
+ *                  E4M3_MSE, E4M3_MAE, only for E2M1: this, or a / 4 * factor[0] rounded to E4M3 if the squares or the
+ *                  magnitudes of the errors of the block, rounded to even, then have a smaller sum (Four Over Six,
+ *                  arXiv:2512.02010).   The sum: in double, of the numbers i = p, p + 256, ... of the block for each p < 256
+ *                  in order, then of these sums in order; an error y - x is rounded to float
  *                  y = t * (x / t rounded to the format), t the scale, for E4M3 divided by factor[0];   for t = 0: 0.   codes:
  *                  as by encode; either y or codes may be NULL, and y may be x.   A block with an infinity or NaN becomes NaN
  * scaled_decode    y from codes and scales
- * factor (1), only for E4M3, else NULL.   step, rounding, shift, flush, key: as for fake_quantize; numbers saturate.
+ * factor (1), only for E4M3 and its variants, else NULL.   step, rounding, shift, flush, key: as for fake_quantize; numbers saturate.
  */
 PYOPS_API pyops_status pyops_scaled_quantize(
     float *y, uint16_t *codes, float *scales, const float *x, const float *factor, const int64_t *step,

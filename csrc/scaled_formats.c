@@ -39,6 +39,46 @@ static uint32_t amax_of(const grid *g, const float *x, int64_t b, int64_t c, int
     return amax;
 }
 
+/* Copy the numbers from i to i + n of block (b, c), counted row by row. */
+static void copy_of_block(float *to, const grid *g, const float *x, int64_t b, int64_t c, int64_t i, int64_t n) {
+    const int64_t left = c * g->block_columns, width = pyops_min(g->block_columns, g->columns - left);
+    for (int64_t row = i / width, column = i % width, done = 0; done < n; row++, column = 0) {
+        const int64_t piece = pyops_min(width - column, n - done);
+        memcpy(to + done, x + (b * g->block_rows + row) * g->columns + left + column, (size_t)piece * sizeof *to);
+        done += piece;
+    }
+}
+
+/* The sum of the errors of block (b, c) with this scale. */
+static double error_of(const grid *g, const float *x, int64_t b, int64_t c, float scale, int32_t rule) {
+    const int64_t height = pyops_min(g->block_rows, g->rows - b * g->block_rows);
+    const int64_t width = pyops_min(g->block_columns, g->columns - c * g->block_columns), size = height * width;
+    const pyops_rounding_of how = {.format = PYOPS_E2M1, .rounding = PYOPS_ROUND_EVEN, .saturate = 1};
+    const int32_t one = SCALE_ONE;
+    double sums[ERROR_SUMS], all = 0;
+    float of[ERROR_SUMS], ratio[ERROR_SUMS], value[ERROR_SUMS];
+    const int64_t used = pyops_min(ERROR_SUMS, size);
+    memset(sums, 0, (size_t)used * sizeof *sums);
+    for (int64_t i = 0; i < size; i += ERROR_SUMS) {
+        const int64_t n = pyops_min(ERROR_SUMS, size - i);
+        copy_of_block(of, g, x, b, c, i, n);
+        for (int64_t p = 0; p < n; p++) ratio[p] = scale == 0.0f ? 0.0f : of[p] / scale;
+        pyops_active()->round_numbers(value, ratio, &one, 0, NULL, n, &how);
+        for (int64_t p = 0; p < n; p++) sums[p] += error_term(value[p], scale, of[p], rule);
+    }
+    for (int64_t p = 0; p < used; p++) all += sums[p];
+    return all;
+}
+
+/* The scale of block (b, c), whose amax has these bits. */
+static float scale_of(const grid *g, const float *x, int64_t b, int64_t c, uint32_t amax, float factor, number_format f,
+                      int32_t rule, int32_t shift, int32_t flush) {
+    const float scale = number_scale(amax, factor, f, rule, shift, flush);
+    if (!has_choice(amax, rule)) return scale;
+    const float other = scale_to_four(amax, factor);
+    return error_of(g, x, b, c, other / factor, rule) < error_of(g, x, b, c, scale / factor, rule) ? other : scale;
+}
+
 /* The scales of the rows of blocks when blocks are one column wide: adjacent columns together. */
 static void column_scales(const grid *g, float *scales, const float *x, int64_t b, float factor, number_format f, int32_t rule,
                           int32_t shift, int32_t flush) {
@@ -49,7 +89,7 @@ static void column_scales(const grid *g, float *scales, const float *x, int64_t 
         const int64_t n = pyops_min(CHUNK, g->columns - j);
         memset(amax, 0, sizeof amax);
         for (int64_t r = from; r < to; r++) k->amax_columns(amax, x + r * g->columns + j, n);
-        for (int64_t i = 0; i < n; i++) scales[j + i] = number_scale(amax[i], factor, f, rule, shift, flush);
+        for (int64_t i = 0; i < n; i++) scales[j + i] = scale_of(g, x, b, j + i, amax[i], factor, f, rule, shift, flush);
     }
 }
 
@@ -79,7 +119,7 @@ pyops_status pyops_scaled_quantize(float *y, uint16_t *codes, float *scales, con
         if (block_columns == 1) column_scales(&g, to, of, b, scaling, f, rule, shift, flush);
         else
             for (int64_t c = 0; c < g.across; c++)
-                to[c] = number_scale(amax_of(&g, of, b, c, is_one), scaling, f, rule, shift, flush);
+                to[c] = scale_of(&g, of, b, c, amax_of(&g, of, b, c, is_one), scaling, f, rule, shift, flush);
     }
 
     const int64_t pieces = (columns + CHUNK - 1) / CHUNK;

@@ -11,6 +11,7 @@
 
 namespace {
 static constexpr int THREADS = 256;
+static_assert(THREADS == ERROR_SUMS, "a thread per sum of errors");
 
 struct Grid {
     int64_t outer, rows, columns, block_rows, block_columns, down, across;
@@ -35,10 +36,17 @@ DEVICE float scaling_of(const float *factor) { return factor ? factor[0] : 1.0f;
 // The number by which the numbers of a block are divided.
 DEVICE float total_of(float scale, const float *factor) { return factor ? __fdiv_rn(scale, factor[0]) : scale; }
 
+// The error of one number if the scale of its block is scale, which is 0 or above.
+DEVICE double error_with(float x, float scale, const Rules &rules) {
+    const rounded r = round_scaled(x, scale, 0, rules.f, PYOPS_ROUND_EVEN);
+    return error_term(value_of(r, SCALE_ONE), scale, x, rules.rule);
+}
+
 // One block of numbers by all threads.
 static __global__ void __launch_bounds__(THREADS)
     find_scales(float *scales, const float *x, Grid g, const float *factor, Rules rules) {
     SHARED(uint32_t, of_warps, [THREADS / 32]);
+    SHARED(double, errors, [2][THREADS]);
     for (int64_t block = blockIdx.x; block < g.outer * g.down * g.across; block += gridDim.x) {
         const int64_t line = block / g.across, from = line % g.down * g.block_rows, left = block % g.across * g.block_columns;
         const int64_t height = g.rows - from < g.block_rows ? g.rows - from : g.block_rows;
@@ -50,11 +58,29 @@ static __global__ void __launch_bounds__(THREADS)
         for (int step = 16; step; step >>= 1) amax = max(amax, __shfl_xor_sync(ALL_LANES, amax, step));
         if (lane_id() == 0) of_warps[threadIdx.x / 32] = amax;
         __syncthreads();
-        if (threadIdx.x == 0) {
-            for (int warp = 1; warp < THREADS / 32; warp++) amax = max(amax, of_warps[warp]);
-            scales[block] = number_scale(amax, scaling_of(factor), rules.f, rules.rule, rules.shift, rules.flush);
+        for (int warp = 0; warp < THREADS / 32; warp++) amax = max(amax, of_warps[warp]);
+        float scale = number_scale(amax, scaling_of(factor), rules.f, rules.rule, rules.shift, rules.flush);
+        if (has_choice(amax, rules.rule)) {
+            const float other = scale_to_four(amax, scaling_of(factor));
+            double with_six = 0, with_four = 0;
+            for (int64_t i = threadIdx.x; i < height * width; i += THREADS) {
+                const float number = first[i / width * g.columns + i % width];
+                with_six += error_with(number, total_of(scale, factor), rules);
+                with_four += error_with(number, total_of(other, factor), rules);
+            }
+            errors[0][threadIdx.x] = with_six;
+            errors[1][threadIdx.x] = with_four;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                for (int p = 1; p < THREADS && p < height * width; p++) {
+                    with_six += errors[0][p];
+                    with_four += errors[1][p];
+                }
+                if (with_four < with_six) scale = other;
+            }
         }
-        __syncthreads();            // before the next block writes of_warps
+        if (threadIdx.x == 0) scales[block] = scale;
+        __syncthreads();            // before the next block writes of_warps and errors
     }
 }
 
@@ -68,7 +94,22 @@ static __global__ void __launch_bounds__(THREADS)
         const float *first = x + (line / g.down * g.rows + from) * g.columns + block % g.columns;
         uint32_t amax = 0;
         for (int64_t r = 0; r < height; r++) amax = max(amax, magnitude_of(first[r * g.columns]));
-        scales[block] = number_scale(amax, scaling_of(factor), rules.f, rules.rule, rules.shift, rules.flush);
+        float scale = number_scale(amax, scaling_of(factor), rules.f, rules.rule, rules.shift, rules.flush);
+        if (has_choice(amax, rules.rule)) {
+            const float other = scale_to_four(amax, scaling_of(factor));
+            double with_six = 0, with_four = 0;
+            for (int64_t p = 0; p < ERROR_SUMS && p < height; p++) {
+                double six = 0, four = 0;
+                for (int64_t r = p; r < height; r += ERROR_SUMS) {
+                    six += error_with(first[r * g.columns], total_of(scale, factor), rules);
+                    four += error_with(first[r * g.columns], total_of(other, factor), rules);
+                }
+                with_six += six;
+                with_four += four;
+            }
+            if (with_four < with_six) scale = other;
+        }
+        scales[block] = scale;
     }
 }
 

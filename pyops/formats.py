@@ -36,9 +36,11 @@ ELEMENTS = ('e4m3', 'e5m2', 'e2m1', 'e3m2', 'e2m3')         # of block formats; 
 _NUMBERS = ('hifp8', 'e4m3', 'e5m2', 'e2m1', 'bf16', 'fp16', 'e3m2', 'e2m3', 'mxint8', 'int8', 'int4')
 _ROUNDINGS = ('rne', 'away', 'floor', 'stochastic', 'hybrid')
 _RULES = ('floor', 'rceil', 'ceil', 'even')
-_SCALE_FLOAT, _SCALE_E4M3 = 4, 5
+_SCALE_FLOAT = 4
+_E4M3_RULES = ('six', 'mse', 'mae')              # numbered after _SCALE_FLOAT
 _MX = ('mxfp8', 'mxfp4', 'mxfp6', 'mxint8')                 # scales are powers of two
-_NVFP4_LARGEST = 448.0 * 6.0                    # the largest E4M3 scale times the largest E2M1
+# the largest E4M3 scale times the largest E2M1; with a choice of scales 256, as 1.5 * 256 has to be a scale, too
+_NVFP4_LARGEST = {'six': 448.0 * 6.0, 'mse': 256.0 * 6.0, 'mae': 256.0 * 6.0}
 HADAMARD_BLOCKS = (16, 32)
 DELAYED = 16                                    # length of an amax history, unless it is given
 
@@ -155,7 +157,7 @@ _OPTIONS: dict[str, _Options] = {
     'mxfp4': _ON_BLOCKS | {'elem': ('e2m1', _choice('e2m1'))},
     'mxfp6': _ON_BLOCKS | {'elem': ('e3m2', _choice('e3m2', 'e2m3'))},
     'mxint8': {name: option for name, option in _ON_BLOCKS.items() if name != 'elem'},
-    'nvfp4': {'round': _ON_BLOCKS['round'], 'block': (16, _blocks())},
+    'nvfp4': {'scale': ('six', _choice(*_E4M3_RULES)), 'round': _ON_BLOCKS['round'], 'block': (16, _blocks())},
     'fp8': {'elem': _ON_BLOCKS['elem']} | _ON_SCALED | {'block': (128, _ON_SCALED['block'][1])},
     'int8': _ON_SCALED,
     'int4': _ON_SCALED,
@@ -261,7 +263,8 @@ class Format:
 
     def scaled_scalars(self) -> tuple[int, int, int, int, bool]:
         """Return format, rounding, rule, shift, flush: the arguments of pyops_scaled_quantize."""
-        rule = _SCALE_E4M3 if self.name == 'nvfp4' else _RULES.index(self.option('scale')) if self.name in _MX else _SCALE_FLOAT
+        rule = (_SCALE_FLOAT + 1 + _E4M3_RULES.index(self.option('scale')) if self.name == 'nvfp4' else
+                _RULES.index(self.option('scale')) if self.name in _MX else _SCALE_FLOAT)
         return (_NUMBERS.index(self.element), _ROUNDINGS.index(self.option('round')), rule, self.option('shift') or 0,
                 bool(self.option('flush_subnormal_blocks')))
 
@@ -336,8 +339,8 @@ def of_grid(grid: tuple[int, int, int, int, int], shape: Shape, number: int, rou
     elif down == 1:
         block = 'axis' if has_names and across == columns else across
     element, round = _NUMBERS[number], _ROUNDINGS[rounding]
-    if rule == _SCALE_E4M3:
-        return parse('nvfp4', round=round, block=block), axis
+    if rule > _SCALE_FLOAT:
+        return parse('nvfp4', scale=_E4M3_RULES[rule - _SCALE_FLOAT - 1], round=round, block=block), axis
     if rule == _SCALE_FLOAT:
         name, options = (element, {}) if element in ('int8', 'int4') else ('fp8', {'elem': element})
         return parse(name, round=round, block=block, **options), axis
@@ -585,7 +588,7 @@ def _empty(x: Array, shape: Shape, dtype: Any, name: str, kind: str = 'intermedi
 
 
 def _factor(x: Array, f: Format, history: tuple[Array, Array] | None = None) -> Array | None:
-    target, fixed = _NVFP4_LARGEST if f.name == 'nvfp4' else f.target, f.option('factor')
+    target, fixed = _NVFP4_LARGEST[f.option('scale')] if f.name == 'nvfp4' else f.target, f.option('factor')
     if not target and not fixed:
         return None
     factor = _empty(x, (1,), np.float32, 'factor')

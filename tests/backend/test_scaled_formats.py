@@ -32,9 +32,9 @@ def element(v, name):
     return np.rint(v * unit) / unit + F32(0)                # integers have no -0
 
 
-def scale_of(amax, f, factor):
+def scale_of(amax, f, factor, target=6):
     if f.name == 'nvfp4':
-        return element(F32(F32(amax / F32(6)) * factor), 'e4m3') / factor
+        return element(F32(F32(amax / F32(target)) * factor), 'e4m3') / factor
     if f.name in ('fp8', 'int8', 'int4'):
         return F32(1) if amax == 0 else max(F32(amax / F32(LARGEST[f.element])), F32(2.0 ** -126))
     if amax == 0:
@@ -48,10 +48,19 @@ def scale_of(amax, f, factor):
     return F32(2.0 ** min(max(exponent - emax, -127), 127))
 
 
+def error_of(v, s, f):
+    """The sum of the errors of nvfp4:scale=mse or mae for a block v with scale s, added as pyops.h says."""
+    rounded = np.zeros_like(v) if s == 0 else element(v / s, 'e2m1')
+    error = (rounded.astype(np.float64) * np.float64(s) - v).astype(F32).astype(np.float64).ravel()
+    error = error * error if f.option('scale') == 'mse' else np.abs(error)
+    return np.cumsum([np.cumsum(error[p::256])[-1] for p in range(min(256, error.size))])[-1]       # one after the other
+
+
 def by_definition(x, f, blocks):
     """Round x.  blocks: slices of x that share a scale."""
     y, finite = np.empty_like(x), np.abs(x).max(initial=0)
-    factor = F32(2688) / finite if 0 < finite < np.inf and np.isfinite(F32(2688) / finite) else F32(1)
+    largest = F32(2688 if f.option('scale') == 'six' else 1536)
+    factor = largest / finite if 0 < finite < np.inf and np.isfinite(largest / finite) else F32(1)
     for block in blocks:
         v = x[block]
         if not v.size:
@@ -60,6 +69,9 @@ def by_definition(x, f, blocks):
             y[block] = np.nan
             continue
         s = scale_of(np.abs(v).max(), f, factor)
+        if f.option('scale') in ('mse', 'mae') and v.any():
+            four = scale_of(np.abs(v).max(), f, factor, 4)
+            s = four if error_of(v, four, f) < error_of(v, s, f) else s
         with np.errstate(over='ignore', under='ignore'):
             y[block] = v * F32(0) if s == 0 else element(v / s, f.element) * s
     return y
@@ -99,8 +111,8 @@ def matrix(rows=70, columns=150, special=True):
 
 FORMATS = ['fp8', 'fp8:block=128x128', 'fp8:elem=e5m2:block=64', 'fp8:block=row', 'fp8:block=column', 'fp8:block=tensor',
            'int8', 'int8:block=row', 'int8:block=column', 'int8:block=tensor', 'int4', 'int4:block=32',
-           'nvfp4', 'nvfp4:block=16x16', 'mxfp8:block=32x32',
-           'mxfp4:block=16x16:scale=rceil', 'mxfp6:block=32x32', 'mxfp6', 'mxfp6:elem=e2m3', 'mxint8',
+           'nvfp4', 'nvfp4:block=16x16', 'nvfp4:scale=mse', 'nvfp4:scale=mae', 'nvfp4:scale=mse:block=40x40',
+           'mxfp8:block=32x32', 'mxfp4:block=16x16:scale=rceil', 'mxfp6:block=32x32', 'mxfp6', 'mxfp6:elem=e2m3', 'mxint8',
            'mxfp6:scale=rceil', 'mxfp6:elem=e2m3:scale=rceil', 'mxint8:scale=rceil']
 
 
@@ -175,7 +187,8 @@ def test_threads_and_stochastic_rounding():
     x = np.random.default_rng(5).standard_normal((300, 601)).astype(F32)
     threads = backend.threads()
     try:
-        for fmt in ('nvfp4:round=stochastic', 'fp8:block=tensor', 'int8:block=column', 'mxfp4:block=16x16:round=stochastic'):
+        for fmt in ('nvfp4:round=stochastic', 'nvfp4:scale=mse:block=64x64', 'fp8:block=tensor', 'int8:block=column',
+                    'mxfp4:block=16x16:round=stochastic'):
             results = []
             for n in (1, 3):
                 backend.set_threads(n)
@@ -185,7 +198,7 @@ def test_threads_and_stochastic_rounding():
             grid, scalars = parse(fmt).grid(x.shape, -1), parse(fmt).scaled_scalars()
             step = np.zeros(1, np.int64)
             scales = np.empty(grid[0] * -(-grid[1] // grid[3]) * -(-grid[2] // grid[4]), F32)
-            factor = np.array([F32(2688) / np.abs(x).max()], F32) if 'nvfp4' in fmt else None
+            factor = encode(x, fmt).factor if 'nvfp4' in fmt else None
             backend.launch('scaled_quantize', memory, None, scales, memory, factor, step, *grid, *scalars, 3)      # in place
             assert same(memory, results[0]), fmt
     finally:
@@ -213,6 +226,7 @@ def test_a_plan_records_it_and_a_format_is_found_again():
 @pytest.mark.parametrize(('fmt', 'message'), [
     ('nvfp4:block=0', 'nvfp4: block=0: expected a whole number from 1 to 4096, two of them such as 32x32'),
     ('nvfp4:block=row', 'nvfp4: block=row: expected a whole number'),
+    ('nvfp4:scale=floor', 'nvfp4: scale=floor: expected one of: six, mse, mae'),
     ('int8:block=rows', 'int8: block=rows: expected a whole number from 1 to 4096, two of them such as 32x32, or axis, row'),
     ('mxfp8:block=16x', 'mxfp8: block=16x: expected a whole number'),
     ('mxfp6:elem=e4m3', 'mxfp6: elem=e4m3: did you mean'),
@@ -229,7 +243,8 @@ def test_kernels_refuse_what_they_do_not_know():
     scales = put(np.zeros(16, F32))
     for values, message in {
             (1, 4, 4, 0, 1, 1, 0, 4, 0, 0): 'block_rows=0', (1, 4, 4, 1, 1, 0, 0, 4, 0, 0): 'format=0, expected another',
-            (1, 4, 4, 1, 1, 11, 0, 4, 0, 0): 'format=11', (1, 4, 4, 1, 1, 1, 0, 6, 0, 0): 'rule=6',
+            (1, 4, 4, 1, 1, 11, 0, 4, 0, 0): 'format=11', (1, 4, 4, 1, 1, 1, 0, 8, 0, 0): 'rule=8',
+            (1, 4, 4, 1, 1, 1, 0, 6, 0, 0): 'format=1, expected 3 with rule 6',
             (-1, 4, 4, 1, 1, 1, 0, 4, 0, 0): 'outer=-1', (1, 4, 4, 1, 1, 1, 3, 4, 0, 0): 'step is NULL'}.items():
         with pytest.raises(ValueError, match=message):
             backend.launch('scaled_quantize', x, None, scales, x, None, None, *values, 0)
