@@ -182,6 +182,7 @@ typedef struct {
                                 const pyops_rounding_of *how)) \
     ROW(void,   round_blocks, (float *y, const float *x, const uint32_t *words, int64_t n, const pyops_rounding_of *how)) \
     ROW(uint32_t, amax,       (const float *x, int64_t n)) \
+    ROW(void,   describe,     (pyops_description *d, const float *x, int64_t n)) \
     ROW(void,   amax_columns, (uint32_t *amax, const float *x, int64_t n)) \
     ROW(void,   block_scales, (int32_t *scales, const uint32_t *amax, int64_t n, const pyops_rounding_of *how)) \
     ROW(void,   strided_unary_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
@@ -193,6 +194,13 @@ typedef struct {
                                        int op))
 #define PYOPS_ROWS(ROW) PYOPS_FLOAT_ROWS(ROW) PYOPS_OTHER_ROWS(ROW)
 /* clang-format on */
+
+/* Counts and sums of numbers; low, high: of the finite ones. */
+typedef struct {
+    int64_t numbers, nan, finite, zeros;
+    double sum, sum_abs, squares;
+    float low, high;
+} pyops_description;
 
 /* Rows of weight in a panel of rounded ones: see kernels/screen_body.inc. */
 enum { PYOPS_PANEL = 16 };

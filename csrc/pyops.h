@@ -965,6 +965,16 @@ PYOPS_API pyops_status pyops_scaled_decode(
     float *y, const uint16_t *codes, const float *scales, const float *factor,
     int64_t outer, int64_t rows, int64_t columns, int64_t block_rows, int64_t block_columns, int32_t format, void *stream);
 
+/* ---- what a saved tensor contains.  CPU library only ----
+ * describe  counts (4): numbers, NaN, infinities, zeros;  of the finite numbers: sums (3): sum, sum of magnitudes, sum of
+ *           squares, in double;  range (2): least, greatest, infinity and -infinity without finite numbers
+ * x (rows,columns).   valid (rows) or NULL: the numbers of rows with 0 are left out.   copy (rows,columns) or NULL: = x, all of
+ * it.   The sums have the same bits for any number of threads.
+ */
+PYOPS_API pyops_status pyops_describe(
+    int64_t *counts, double *sums, float *range, float *copy, const float *x, const uint8_t *valid,
+    int64_t rows, int64_t columns, void *stream);
+
 /* ---- Hadamard transform in blocks, with random signs ----
  * x and y are (outer,n,inner) in blocks of `block` neighbours along n, a power of two up to PYOPS_LONGEST_HADAMARD.  The rest of
  * n after the last whole block is cut into powers of two, the largest first.  A block or a piece v of L numbers becomes

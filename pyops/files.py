@@ -26,10 +26,14 @@ def open_atomically(path, mode=0o666, fsync=False):
     Two threads of one process must not write the same path at the same time.
     """
     temporary = _temporary(path)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)                            # from a killed process that had our process ID
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), 'wb') as file:
+        descriptor = os.open(temporary, flags, mode)
+    except FileExistsError:
+        os.unlink(temporary)                            # from a killed process that had our process ID
+        descriptor = os.open(temporary, flags, mode)
+    try:
+        with open(descriptor, 'wb') as file:
             yield file
             if fsync:
                 file.flush()

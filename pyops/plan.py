@@ -203,6 +203,7 @@ class Plan:
         self._asked = 0                         # bytes allocated, counting reused blocks every time
         self._closed = False
         self._written = {}                      # of _writes
+        self._writers: dict[int, list[int]] | None = None       # of writer
         self._know(params, inputs)
 
     def _know(self, params, inputs):
@@ -456,7 +457,7 @@ class Plan:
         """Free the plan's memory.  run() raises afterwards."""
         self._closed = True
         self.actions, self.replayed, self._blocks, self._starts, self._free, self._allocated = [], [], [], [], [], []
-        self._written = {}
+        self._written, self._writers = {}, None
         self._calls.close()
 
     @property
@@ -488,7 +489,14 @@ class Plan:
         that happened before the step."""
         tensor = self.replayed[number].tensors[argument]
         tensor = tensor.base or tensor      # each allocation has its own PlanTensor, also if it reuses memory
-        return next((i for i in range(number - 1, -1, -1) if any(written is tensor for written, *_ in self._writes(i))), None)
+        if self._writers is None:
+            self._writers = {}
+            for i in range(len(self.replayed)):
+                for written, *_ in self._writes(i):
+                    self._writers.setdefault(id(written), []).append(i)
+        writers = self._writers.get(id(tensor), [])
+        place = bisect.bisect_left(writers, number)
+        return writers[place - 1] if place else None
 
     def last_write(self, part: Part) -> int | None:
         """Return the number of the replayed action that completes the gradient of a Part; None if there is none.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyops.steps import Steps
 
 LOOK_EVERY = 0.3            # seconds between writes of the losses
+PLANS = 32                  # most plans whose tensors are remembered
 
 
 class Saving:
@@ -47,10 +48,11 @@ class Saving:
         self._losses: list[tuple[int, float, float | None]] = []
         self._is_over = False
         self.summary: Any = None            # the WriterSummary, at the end
-        plan = self._plan = planned.plan(rows)
+        plan = planned.plan(rows)
         looks = find(plan, side)
         self._layers = set(wanted.choose(list(dict.fromkeys(tensor.layer for look in looks for tensor in look.tensors))))
-        looks = self._looks = self._chosen(looks)
+        looks = self._chosen(looks)
+        self._found = {plan: looks}         # plans of batches of other sizes follow
         self.promise, size = self._check(looks, wanted.steps.within(first, last), last)
         self.writer = Writer(wanted.folder, wanted.limit, wanted.as_, run)
         free = shutil.disk_usage(wanted.folder).free
@@ -102,9 +104,11 @@ class Saving:
             self.planned(rows)
             return
         plan = self.planned.plan(rows)
-        if plan is not self._plan:
-            self._plan, self._looks = plan, self._chosen(find(plan, self._side))
-        looks = self._looks
+        if plan not in self._found:
+            if len(self._found) >= PLANS:
+                self._found.clear()
+            self._found[plan] = self._chosen(find(plan, self._side))
+        looks = self._found[plan]
         if self.writer.taken + sum(tensor.nbytes for look in looks for tensor in look.tensors) > self.wanted.limit:
             self._is_over = True
             print(f'saving of tensors ended before step {number} : --save-max {self.wanted.limit_text} is reached; '

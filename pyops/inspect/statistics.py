@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops import formats
+from pyops import backend, formats
+from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,37 +24,27 @@ _TILE = 1 << 16                     # values; 0.5 MiB of float64 fit in the L2 c
 _MOMENTS = 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
 
 
-def describe(x: Any, mask: np.ndarray | None = None) -> dict[str, Any]:
+def describe(x: Any, mask: np.ndarray | None = None, copy: np.ndarray | None = None) -> dict[str, Any]:
     """Return a dict with count, nan, inf, zeros and, of the finite values, amax, mean, mean_abs, rms, std, min, max.
 
     x: float32 of any shape;  mask: bool that broadcasts to x, False at padding.  Without finite values, amax to max are None.
+    copy: a contiguous float32 array of x's size, which receives all of x in the same pass
     """
-    count = nan = inf = zeros = finite = 0
-    total = total_abs = squares = 0.0
-    low, high = math.inf, -math.inf
-    flat = np.asarray(x).reshape(-1)
-    valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(-1)
-    for start in range(0, flat.size, _TILE):
-        tile = flat[start:start + _TILE].astype(np.float64)
-        if valid is not None:
-            tile = tile[valid[start:start + _TILE]]
-        count += tile.size
-        zeros += tile.size - int(np.count_nonzero(tile))
-        with np.errstate(invalid='ignore'):             # inf - inf
-            tile_sum = float(tile.sum())
-        if not math.isfinite(tile_sum):
-            n_nan, before = int(np.isnan(tile).sum()), tile.size
-            tile = tile[np.isfinite(tile)]
-            nan, inf, tile_sum = nan + n_nan, inf + before - tile.size - n_nan, float(tile.sum())
-        if tile.size:
-            finite += tile.size
-            total += tile_sum
-            total_abs += float(np.abs(tile).sum())
-            squares += float(np.einsum('i,i', tile, tile))      # not np.dot, whose BLAS threads would slow the training step
-            low, high = min(low, float(tile.min())), max(high, float(tile.max()))
+    values = np.ascontiguousarray(x, np.float32)
+    counts, sums, extremes = np.empty(4, np.int64), np.empty(3), np.empty(2, np.float32)
+    valid, rows = None, 1
+    if mask is not None:
+        mask = mask.reshape((1,) * (np.ndim(x) - mask.ndim) + mask.shape)
+        along = max((axis + 1 for axis, n in enumerate(mask.shape) if n > 1), default=0)      # the other axes have one value
+        valid = np.broadcast_to(mask.reshape(mask.shape[:along]), np.shape(x)[:along]).astype(np.uint8).reshape(-1)
+        rows = valid.size
+    backend.launch('describe', counts, sums, extremes, copy, values.reshape(-1), valid, rows, values.size // max(rows, 1))
+    count, nan, inf, zeros = counts.tolist()
     result = {'count': count, 'nan': nan, 'inf': inf, 'zeros': zeros}
+    finite = count - nan - inf
     if not finite:
         return result | dict.fromkeys(_MOMENTS)
+    (total, total_abs, squares), (low, high) = sums.tolist(), extremes.tolist()
     mean = total / finite
     return result | {'amax': max(abs(low), abs(high)), 'mean': mean, 'mean_abs': total_abs / finite,
                      'rms': math.sqrt(squares / finite), 'std': math.sqrt(max(squares / finite - mean * mean, 0.0)),
@@ -376,3 +367,6 @@ class _Blocks:
         result = (np.empty if is_full else np.zeros)((outer, blocks * self.block, inner), dtype)
         result[:, :n] = part
         return result.reshape(outer, blocks, self.block, inner), is_full
+
+
+declare(describe=Kernel())

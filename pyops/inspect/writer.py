@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import io
 import json
+import math
 import os
 import sys
 import threading
@@ -89,7 +90,8 @@ class Writer:
             raise UserError(f'{self.folder}: cannot save tensors there ({error.strerror}); name a folder that can be '
                             'written') from error
         self._queue: deque[tuple[Callable[[], Any], int]] = deque()
-        self._queued_bytes = 0
+        self._queued_bytes = self._free_bytes = 0
+        self._free: dict[int, list[np.ndarray]] = {}            # number of values -> buffers of tensors that are written
         self._failure: BaseException | None = None
         self._changed, self._is_closed = threading.Condition(), False
         self._line(kind='run', version=VERSION, **({'program': '', 'origin': 'pyops', 'settings': {}} | dict(run or {})),
@@ -128,8 +130,9 @@ class Writer:
         owned: the caller will not modify the array, so it is not copied
         dtype: in the file, 'float32' or 'bfloat16', which must represent the numbers exactly
         """
-        array = np.asarray(array) if owned else np.array(array, np.float32, order='C')
-        nbytes = array.nbytes // 2 if dtype == 'bfloat16' else array.nbytes
+        from pyops.inspect.statistics import describe
+        values = np.asarray(array)
+        nbytes = values.size * (2 if dtype == 'bfloat16' else 4)
         if self.limit is not None and self.taken + nbytes + HEADER > self.limit:
             self.is_full = True
         if self.is_full:
@@ -138,9 +141,15 @@ class Writer:
         self.counter += 1
         stem = file_stem(self.counter, layer_type, index, operation, quant_type or format, name, time)
         entry = dict(kind='tensor', file=f'{stem}.{self.suffix}', counter=self.counter, layer=layer, layer_type=layer_type,
-                     index=index, operation=operation, name=name, step=step, time=time, shape=list(array.shape),
+                     index=index, operation=operation, name=name, step=step, time=time, shape=list(values.shape),
                      dtype=dtype, format=format, options=dict(options or {}), axis=axis, uses=list(uses), mask=list(mask))
-        self._put(lambda: self._write(entry, array, lengths), array.nbytes)
+        is_whole = values.dtype == np.float32 and values.flags.c_contiguous
+        kept = values if owned and is_whole else self._buffer(values.shape)
+        if not is_whole:
+            kept[...] = values
+        entry['statistics'] = describe(values if is_whole else kept, padding(values.shape, mask, lengths, time),
+                                       kept if is_whole and not owned else None)
+        self._put(lambda: self._write(entry, kept, kept is not values), kept.nbytes)
         return True
 
     def steps(self, values: Iterable[tuple[int, float | None, float | None]]) -> None:
@@ -164,6 +173,22 @@ class Writer:
             self._manifest.close()
         self._raise()
         return WriterSummary(self.folder, self.tensors, self.written, self._lost.total(), dict(self._lost))
+
+    # Memory that was just allocated costs a page fault every 4 KiB, several times the copy, so buffers are used again.
+
+    def _buffer(self, shape: Shape) -> np.ndarray:
+        with self._changed:
+            free = self._free.get(math.prod(shape))
+            if free:
+                self._free_bytes -= free[-1].nbytes
+                return free.pop().reshape(shape)
+        return np.empty(shape, np.float32)
+
+    def _give_back(self, array: np.ndarray) -> None:
+        with self._changed:
+            if self._free_bytes + self._queued_bytes <= QUEUE_LIMIT:
+                self._free.setdefault(array.size, []).append(array)
+                self._free_bytes += array.nbytes
 
     # ---- the thread ------------------------------------------------------------------------------------
 
@@ -200,16 +225,17 @@ class Writer:
         if self._failure is not None:
             raise RuntimeError('the tensor writer thread failed') from self._failure
 
-    def _write(self, entry: dict[str, Any], array: np.ndarray, lengths: Mapping[str, Any] | None) -> None:
-        from pyops.inspect.statistics import describe
+    def _write(self, entry: dict[str, Any], array: np.ndarray, is_buffer: bool) -> None:
         path = os.path.join(self.folder, entry['file'])
         try:
-            entry['statistics'] = describe(array, padding(array.shape, entry['mask'], lengths, entry['time']))
             text = json.dumps(entry)
             nbytes = write_atomically(path, *self._serialise(array, text, entry['dtype']))
         except (OSError, MemoryError) as error:
             self._count_lost(entry, getattr(error, 'strerror', None) or 'no memory')
             return
+        finally:
+            if is_buffer:
+                self._give_back(array)
         self.tensors += 1
         self.written += nbytes
         self._append(text)

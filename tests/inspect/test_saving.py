@@ -1078,6 +1078,22 @@ def test_the_array_may_change_when_it_was_taken_and_a_full_writer_takes_none(tmp
         one.steps([])
 
 
+def test_buffers_are_used_again_only_when_their_tensor_is_written(tmp_path, monkeypatch):
+    write, buffers = Writer._write, []
+    with Writer(tmp_path) as one:
+        monkeypatch.setattr(one, '_write', lambda entry, array, is_buffer: (
+            time.sleep(0.002), buffers.append(array.ctypes.data), write(one, entry, array, is_buffer)))
+        x = np.empty((30, 7), np.float32)
+        for n in range(40):
+            x[...] = n
+            one.tensor(x if n % 3 else x.T, **numbers(n))
+            time.sleep(0.004 * (n % 2))
+    found = Logs(tmp_path).entries
+    assert [set(entry.load().ravel().tolist()) for entry in found] == [{float(n)} for n in range(40)]
+    assert [entry.statistics['max'] for entry in found] == list(range(40))
+    assert len(set(buffers)) < 40 and one._free_bytes == sum(a.nbytes for free in one._free.values() for a in free)
+
+
 @on_the_cpu
 def test_ctrl_c_in_the_middle_leaves_a_whole_dump(tmp_path, capsys, monkeypatch):
     step = Saving.step

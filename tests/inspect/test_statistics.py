@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from pyops import formats
+from pyops import backend, formats
 from pyops.inspect import statistics
 from pyops.inspect.statistics import (
     block_quantization,
@@ -217,11 +217,19 @@ def test_row_sum_error_is_the_largest_deviation_from_1():
     assert row_sum_error(p, 'bf16') < 0.01 and math.isnan(row_sum_error(p[2:, :, 3:], 'bf16'))
 
 
-@pytest.mark.parametrize('mask', [None, np.arange(40)[:, None] < 30])
-def test_describe_agrees_with_the_formulas(mask, monkeypatch):
-    monkeypatch.setattr(statistics, '_TILE', 97)
-    x = tensor(np.random.default_rng(4), (40, 30))
-    got = describe(x, mask)
+@pytest.mark.parametrize('shape', [(40, 30), (700, 431)])           # one chunk of the kernel, and many, shared by threads
+@pytest.mark.parametrize('mask', [None, np.arange(700)[:, None] % 4 > 0, np.arange(431) < 30, np.ones((1, 1), bool)])
+def test_describe_agrees_with_the_formulas(mask, shape):
+    x = tensor(np.random.default_rng(4), shape)
+    mask = None if mask is None else mask[tuple(slice(n) for n in shape[-mask.ndim:])]
+    copy, threads = np.empty_like(x), backend.threads()
+    got = describe(x, mask, copy)
+    assert np.array_equal(copy.view(np.uint32), x.view(np.uint32))
+    try:
+        backend.set_threads(3 if threads == 1 else 1)
+        assert describe(x, mask) == got
+    finally:
+        backend.set_threads(threads)
     a = x.astype(np.float64)[np.broadcast_to(True if mask is None else mask, x.shape)]
     f = a[np.isfinite(a)]
     expected = {'count': a.size, 'nan': np.isnan(a).sum(), 'inf': np.isinf(a).sum(), 'zeros': (a == 0).sum(),
@@ -231,3 +239,5 @@ def test_describe_agrees_with_the_formulas(mask, monkeypatch):
     assert all(type(value) in (int, float) for value in got.values())
     for empty in np.ones((0, 3), np.float32), np.full(3, np.nan, np.float32):
         assert describe(empty)['amax'] is None and describe(empty)['count'] == empty.size
+    with pytest.raises(ValueError, match='describe: rows=-1 columns=1, expected at least 0'):
+        backend.launch('describe', np.empty(4, np.int64), np.empty(3), np.empty(2, np.float32), None, x, None, -1, 1)
