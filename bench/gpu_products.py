@@ -11,6 +11,7 @@ from bench.gpu_contest import compare, median_seconds, repeated, same_bits
 
 PRECISIONS = 'bf16', 'tf32', 'fp32'             # what matters most first
 EPS = float(np.finfo(np.float32).eps)
+SHARED = 10**6          # products with as many sums may have enough tiles for clusters that share loads by multicast
 SAMPLED = 2**31         # multiply-adds of a reference; of a larger product, some rows are compared element by element
 
 
@@ -151,8 +152,28 @@ class Case:
         return (lambda: addmm(bias, a, b).relu_()) if self.shape.relu else (lambda: addmm(bias, a, b))
 
 
+def choosing(gpu, setting, value, call):
+    """Return a function that calls while a setting of the GPU has this value."""
+    def run():
+        usual = getattr(gpu, setting)
+        setattr(gpu, setting, value)
+        try:
+            return call()
+        finally:
+            setattr(gpu, setting, usual)
+    return run
+
+
+def changed(results, before):
+    """Return the number of elements of float32 arrays whose bits differ."""
+    return np.count_nonzero(results.view(np.uint32) != before.view(np.uint32))
+
+
 def products(run):
-    """Compare matrix products with float64 products, time them against torch.matmul, and compare their bits after timing."""
+    """Compare matrix products with float64 products, time them against torch.matmul, and compare their bits after timing.
+
+    Large ones are also computed and timed without multicast: the bits are the same.
+    """
     gpu, torch, sizes = run.gpu, run.torch, run.sizes
 
     def measure(case, what, precision, call, is_plain=False):
@@ -162,6 +183,12 @@ def products(run):
         first = case.result(call)
         case.reference(precision, is_plain).check(run, figure, first)
         contestants = {'ours': (repeated(call), gpu.synchronize)}
+        alone = choosing(gpu, 'multicast', 'never', call)
+        is_large = precision != 'fp32' and case.shape.M * case.shape.N >= SHARED
+        if is_large:
+            contestants['without multicast'] = repeated(alone), gpu.synchronize
+            for name, other in ('never', alone), ('always', choosing(gpu, 'multicast', 'always', call)):
+                run.check(figure, f'multicast {name}: changed elements', changed(case.result(other), first))
         if torch:
             theirs = repeated(case.torch_call(precision, is_plain))
 
@@ -172,9 +199,12 @@ def products(run):
         seconds = median_seconds(contestants, sizes.product_turns, sizes.product_seconds)
         same_bits(run, figure, {'c': case.result(call)}, {'c': first})
         _, M, N, K, _, _ = case.shape
-        rate = 2 * M * N * K / seconds['ours']
+        rate, note = 2 * M * N * K / seconds['ours'], ''
+        if is_large:
+            figure['without_multicast_s'] = seconds.pop('without multicast')
+            note = f', without multicast {1e3 * figure["without_multicast_s"]:.3f} ms'
         run.timed(figure, seconds, flops=2 * M * N * K, flops_per_s=rate)
-        run.show(figure, f'{rate * 1e-12:7.1f} TFLOP/s')
+        run.show(figure, f'{rate * 1e-12:7.1f} TFLOP/s{note}')
 
     for shape in sizes.products:
         what = f'{shape.name} {shape.M}x{shape.N}x{shape.K} {shape.layout}'
@@ -325,16 +355,6 @@ TRIAL_LAYERS = {
     'attention 9x4x32': attention(9, 4, 32, 2, p=0.2), 'attention 70x1x64 causal': attention(70, 1, 64, 2, causal=True),
     'gru 5x8x16->32': gru(5, 8, 16, 32), 'output layer 40x16x70': output_layer(40, 16, 70),
     'mlp_step 20x784x30': digits_step(60, 20, 30), 'formats 40x70': formats(40, 70)}
-def through_global_memory(gpu, call):
-    """Return a function that calls a GRU whose blocks exchange their results through global memory, never as a cluster."""
-    def run():
-        gpu.exchange = 'global memory'
-        try:
-            return call()
-        finally:
-            gpu.exchange = 'by device'
-    return run
-
 
 ROUNDS_EXACTLY = 'formats'          # the same bits on both devices
 FLOAT32_ONLY = 'formats', 'mlp_step'
@@ -366,11 +386,10 @@ def layers(run):
                 compare(run, figure, first, references, TOLERANCE[precision])
             contestants = {'ours': (repeated(call), gpu.synchronize)}
             if name.startswith('gru'):
-                through_memory = through_global_memory(gpu, call)
+                through_memory = choosing(gpu, 'exchange', 'global memory', call)       # never as a cluster
                 contestants['through global memory'] = repeated(through_memory), gpu.synchronize
                 for key, array in result(through_memory).items():
-                    changed = np.count_nonzero(array.view(np.uint32) != first[key].view(np.uint32))
-                    run.check(figure, f'{key} through global memory: changed elements', changed)
+                    run.check(figure, f'{key} through global memory: changed elements', changed(array, first[key]))
             seconds = median_seconds(contestants, run.sizes.product_turns, run.sizes.product_seconds)
             same_bits(run, figure, result(), first)
             run.timed(figure, seconds)

@@ -46,7 +46,7 @@ def launches(step, precision='fp32'):
         first, end = json.loads(done.stdout.splitlines()[-1])
         lines = file.read().splitlines()[first:end]
     return [Launch(re.sub(r'[(<].*', '', kernel.lstrip('(')), grid, int(threads), int(shared))
-            for kernel, grid, threads, shared in (line.split('\t') for line in lines)]
+            for kernel, grid, threads, shared, _ in (line.split('\t') for line in lines)]
 
 
 def run(step, precision):

@@ -25,6 +25,8 @@ PYOPS_API pyops_status pyops_device_memory(int64_t *free, int64_t *total);
 PYOPS_API pyops_status pyops_set_attention(int32_t kernels);
 /* How the blocks of a GRU exchange a step's results, for comparisons: 0 by device and size, 1 through global memory always. */
 PYOPS_API pyops_status pyops_set_exchange(int32_t exchange);
+/* Whether two blocks of a product by wgmma share loads by multicast, for comparisons: 0 by size, 1 never, 2 always. */
+PYOPS_API pyops_status pyops_set_multicast(int32_t multicast);
 
 /* ---- memory ---- */
 PYOPS_API pyops_status pyops_device_malloc(uint64_t *address, int64_t bytes);      /* PYOPS_NO_MEMORY: *address is unchanged */

@@ -16,6 +16,14 @@
 // A bfloat16 operand that is stored transposed, with its rows along M or N, is copied as it is: as blocks of 64 k's x 64 rows,
 // which wgmma reads transposed.  If there are few tiles, several blocks share one, each with a part of K (split-K): a warpgroup
 // writes its sums to memory, and the last one to finish adds the parts, in order.
+//
+// If there are many tiles, two blocks are a cluster and compute two tiles, one below the other, which have the same panels of
+// b.  Each block loads half of such a panel for both (multicast), so it is read from L2 once:
+//
+//    block 0:  a of tile 0 --> block 0        full[slot] of a block: its panel of a, and both halves of b, have arrived
+//              upper half of b --> blocks 0, 1
+//    block 1:  a of tile 1 --> block 1        empty[slot] of a block: the warps of both blocks have multiplied it, because
+//              lower half of b --> blocks 0, 1                        the block will write to both
 #include "hopper.cuh"
 #include "product.cuh"
 #include "tickets.cuh"
@@ -49,14 +57,24 @@ template <bool K> DEVICE uint64_t descriptor(const char *panel, int row) {
     else return wg_desc_trans(panel + row / BLOCK * BLOCK_BYTES, BLOCK_BYTES);
 }
 template <bool K> static constexpr int NEXT = K ? 2 : 128;
-// Copy ROWS rows of an operand, from `row` on, and the k's of a slot.
-template <bool K, int ROWS> DEVICE void load_panel(char *panel, const CUtensorMap *map, int k, int row, uint64_t *bar) {
+// Copy ROWS rows of an operand, from `row` on, and the k's of a slot; with BOTH to both blocks of a cluster.
+template <bool BOTH> DEVICE void load_box(char *to, const CUtensorMap *map, int column, int row, uint64_t *bar) {
+    if constexpr (BOTH) tma_load_2d_to_all(to, map, column, row, bar, 3);
+    else tma_load_2d(to, map, column, row, bar);
+}
+template <bool K, int ROWS, bool BOTH = false>
+DEVICE void load_panel(char *panel, const CUtensorMap *map, int k, int row, uint64_t *bar) {
     if constexpr (K) {
-        tma_load_2d(panel, map, k, row, bar);
+        load_box<BOTH>(panel, map, k, row, bar);
     } else {
 #pragma unroll
-        for (int i = 0; i < ROWS / BLOCK; i++) tma_load_2d(panel + i * BLOCK_BYTES, map, row + i * BLOCK, k, bar);
+        for (int i = 0; i < ROWS / BLOCK; i++) load_box<BOTH>(panel + i * BLOCK_BYTES, map, row + i * BLOCK, k, bar);
     }
+}
+// The warp has multiplied a slot.
+DEVICE void release_slot(uint64_t *empty, int blocks, int lane) {
+    if (blocks == 1 && lane == 0) mbar_arrive(empty);
+    if (blocks > 1 && lane < blocks) mbar_arrive_at(empty, lane);
 }
 
 DEVICE void write_two(float *c, float first, float second) { *reinterpret_cast<float2 *>(c) = make_float2(first, second); }
@@ -117,13 +135,18 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
     DYN_SHARED(char, shared); // aligned to 1024 bytes for the swizzle
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::SLOTS * R::SLOT), *empty = full + R::SLOTS;
     int *const is_last = reinterpret_cast<int *>(empty + R::SLOTS);
+    const int blocks = cluster_size(), rank = cluster_rank();
     if (threadIdx.x == 0) {
-        for (int slot = 0; slot < R::SLOTS; slot++) mbar_init(full + slot, 1), mbar_init(empty + slot, WARPS_READING);
+        for (int slot = 0; slot < R::SLOTS; slot++) mbar_init(full + slot, 1), mbar_init(empty + slot, WARPS_READING * blocks);
         mbar_fence_init();
     }
-    __syncthreads();
+    if (blocks > 1) cluster_sync();
+    else __syncthreads();
     const int64_t M = g.limit.rows(g.M), K = g.limit.summands(g.K);
-    const int64_t tiles_m = blocks_for<int64_t>(M, TM), tiles_n = blocks_for<int64_t>(g.N, TN), tiles = tiles_m * tiles_n;
+    // An even number of rows of tiles in a cluster.  Tiles of a band are numbered down its columns, so 2 i and 2 i + 1 are one
+    // below the other, and both blocks have the same part of K.  A tile below c is computed, from zeros, but not written.
+    const int64_t tiles_m = round_up<int64_t>(blocks_for<int64_t>(M, TM), blocks);
+    const int64_t tiles_n = blocks_for<int64_t>(g.N, TN), tiles = tiles_m * tiles_n;
     const int all_steps = static_cast<int>(blocks_for<int64_t>(K, TK)), group = threadIdx.x / 128;
     const int steps_a_part = blocks_for(all_steps, static_cast<int>(g.splits));
     Turn<R::SLOTS> turn;
@@ -136,10 +159,13 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
             const int from = static_cast<int>(task / tiles) * steps_a_part, to = min(from + steps_a_part, all_steps);
             for (int step = from; step < to; step++, turn.next()) {
                 mbar_wait(empty + turn.slot, turn.round ^ 1); // in the first round every slot is empty
-                mbar_expect(full + turn.slot, R::SLOT);
-                char *slot = shared + turn.slot * R::SLOT;
-                load_panel<S::A_K, TM>(slot, &a_map, step * TK, static_cast<int>(at.m * TM), full + turn.slot);
-                load_panel<S::B_K, TN>(slot + R::A_BYTES, &b_map, step * TK, static_cast<int>(at.n * TN), full + turn.slot);
+                uint64_t *const bar = full + turn.slot;
+                mbar_expect(bar, R::SLOT);
+                char *const a = shared + turn.slot * R::SLOT, *const b = a + R::A_BYTES;
+                const int k = step * TK, column = static_cast<int>(at.n * TN), half = rank * TN / 2;
+                load_panel<S::A_K, TM>(a, &a_map, k, static_cast<int>(at.m * TM), bar);
+                if (blocks == 1) load_panel<S::B_K, TN>(b, &b_map, k, column, bar);
+                else load_panel<S::B_K, TN / 2, true>(b + half * ROW, &b_map, k, column + half, bar);
             }
         }
     } else {
@@ -160,28 +186,31 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                     multiply<S>(sum, a + NEXT<S::A_K> * k, b + NEXT<S::B_K> * k, step > from || k > 0);
                 wg_commit();
                 wg_wait<1>(); // the products of the previous slot have finished
-                if (before >= 0 && lane == 0) mbar_arrive(empty + before);
+                if (before >= 0) release_slot(empty + before, blocks, lane);
                 before = turn.slot;
             }
             wg_wait<0>();
-            if (lane == 0 && before >= 0) mbar_arrive(empty + before);
+            if (before >= 0) release_slot(empty + before, blocks, lane);
             if (before < 0) // no summands
 #pragma unroll
                 for (int i = 0; i < TN / 2; i++) sum[i] = 0.0f;
             const TileIndex at = tile_index<16>(task % tiles, tiles_m, tiles_n);
             const int64_t row = at.m * TM + group * 64 + warp * 16 + lane / 4, column = at.n * TN + lane % 4 * 2;
+            if (at.m * TM >= M) continue;
             if (g.parts) {
                 write_sums<TN, float>(g.parts + split * g.M * g.N, nullptr, g.N, M, g.N, nullptr, false, false, nullptr, sum,
                                       row, column);
                 named_bar(1 + group, 128);
                 if (threadIdx.x % 128 == 0)
-                    is_last[group] = arrives_last(g.tickets + 2 * (task % tiles) + group, static_cast<unsigned>(g.splits));
+                    is_last[group] = arrives_last(g.tickets + 2 * (at.m * tiles_n + at.n) + group,
+                                                  static_cast<unsigned>(g.splits));
                 named_bar(1 + group, 128);
                 if (!is_last[group]) continue;
                 read_sums<TN>(sum, g.parts, g.splits, g.M, M, g.N, row, column);
             }
             write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, g.bias, g.accumulate, g.relu, g.gate, sum, row, column);
         }
+        if (blocks > 1) cluster_sync(); // the other block's warps may still arrive at this block's mbarriers
     }
 }
 }
@@ -194,25 +223,41 @@ template <class Element, class Out> bool hopper_product_fits(const RowProduct<El
 }
 
 namespace {
-// A map of one operand: rows of an operand stored along K, blocks of 64 x 64 of another.
-template <bool K, int ROWS, int TK, class Element>
-static cudaError_t make_map(CUtensorMap *map, const Element *x, int64_t rows, int64_t k, int64_t ld) {
+// A map of one operand: `box` rows of an operand stored along K, blocks of 64 x 64 of another.
+template <bool K, int TK, class Element>
+static cudaError_t make_map(CUtensorMap *map, const Element *x, int64_t rows, int64_t k, int64_t ld, int box) {
     constexpr int SIZE = sizeof(Element);
-    return K ? make_tensor_map_2d(map, x, SIZE, k, rows, ld * SIZE, TK, ROWS, true)
+    return K ? make_tensor_map_2d(map, x, SIZE, k, rows, ld * SIZE, TK, box, true)
              : make_tensor_map_2d(map, x, SIZE, rows, k, ld * SIZE, BLOCK, BLOCK, true);
+}
+
+// Whether blocks are clusters of two, given the tiles in a column of c, the columns (times parts of K), and the number of
+// clusters that run at once.  By size: there are enough pairs for all of them, and a tile below the last row costs no time
+// (13387 rows are 105 tiles, so an odd number must not exclude a product).
+static bool has_clusters(int64_t rows, int64_t columns, int64_t clusters) {
+    const Multicast wanted = pyops_multicast_now();
+    if (clusters == 0 || wanted != Multicast::by_size) return clusters != 0 && wanted == Multicast::always;
+    const int64_t pairs = blocks_for<int64_t>(rows, 2) * columns;
+    return rows > 1 && pairs >= clusters &&
+        blocks_for(pairs, clusters) <= blocks_for<int64_t>(rows * columns, pyops_multiprocessors());
 }
 
 template <class S> static cudaError_t launch(const RowProduct<typename S::Element, typename S::Out> &g, cudaStream_t stream) {
     using R = Ring<S::TN>;
+    if (const cudaError_t error = allow_shared<hopper_tiles<S>>(R::BYTES); error != cudaSuccess) return error;
+    static const int clusters = clusters_at_once(hopper_tiles<S>, 2, THREADS, R::BYTES);
+    const int64_t rows = blocks_for<int64_t>(g.M, TM), columns = blocks_for<int64_t>(g.N, S::TN) * g.splits;
+    const bool in_pairs = has_clusters(rows, columns, clusters);
     CUtensorMap a_map, b_map;
     Launches launches;
-    launches << make_map<S::A_K, TM, S::TK>(&a_map, g.a, g.M, g.K, g.lda)
-             << make_map<S::B_K, S::TN, S::TK>(&b_map, g.b, g.N, g.K, g.ldb) << allow_shared<hopper_tiles<S>>(R::BYTES);
+    launches << make_map<S::A_K, S::TK>(&a_map, g.a, g.M, g.K, g.lda, TM)
+             << make_map<S::B_K, S::TK>(&b_map, g.b, g.N, g.K, g.ldb, in_pairs ? S::TN / 2 : S::TN);
     if (launches.error != cudaSuccess) return launches.error;
-    const int64_t tasks = blocks_for<int64_t>(g.M, TM) * blocks_for<int64_t>(g.N, S::TN) * g.splits;
-    const int64_t processors = pyops_multiprocessors();
-    const unsigned blocks = static_cast<unsigned>(tasks < processors ? tasks : processors);
-    return LAUNCH(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, g);
+    const int64_t tasks = (in_pairs ? round_up<int64_t>(rows, 2) : rows) * columns;
+    const int64_t most = in_pairs ? 2 * clusters : pyops_multiprocessors();
+    const unsigned blocks = static_cast<unsigned>(tasks < most ? tasks : most);
+    return in_pairs ? LAUNCH_CLUSTER(2, hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, g)
+                    : LAUNCH(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, g);
 }
 
 // Tiles of 256 columns read less per sum; tiles of 128 columns are twice as many, which fills the device better.

@@ -174,6 +174,15 @@ extern "C" pyops_status pyops_set_exchange(int32_t wanted) {
     return PYOPS_OK;
 }
 
+static Multicast multicast = Multicast::by_size;
+Multicast pyops_multicast_now() { return multicast; }
+extern "C" pyops_status pyops_set_multicast(int32_t wanted) {
+    PYOPS_REQUIRE(wanted >= 0 && wanted <= 2, "set_multicast: multicast=%d, expected 0 (by size), 1 (never) or 2 (always)",
+                  wanted);
+    multicast = static_cast<Multicast>(wanted);
+    return PYOPS_OK;
+}
+
 static int attribute(cudaDeviceAttr which) {
     int device = 0, value = 0;
     cudaGetDevice(&device);

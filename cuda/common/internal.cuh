@@ -121,6 +121,8 @@ enum class AttentionKernels : int32_t { by_size, tiles, hopper };       // pyops
 AttentionKernels pyops_attention_now();
 enum class Exchange : int32_t { by_device, global };        // pyops_set_exchange
 Exchange pyops_exchange_now();
+enum class Multicast : int32_t { by_size, never, always };              // pyops_set_multicast
+Multicast pyops_multicast_now();
 int pyops_multiprocessors();            // of the device in use
 int pyops_shared_memory();              // bytes that a block may use after cudaFuncSetAttribute
 bool pyops_has_hopper();                // whether it has wgmma and bulk copies, and this build contains code for them

@@ -2,7 +2,9 @@
 //
 // Each completes as late as the program allows: a copy at the wait for its group, a bulk copy at a wait for its mbarrier, a
 // product at the wait for its group.  Until then the destination contains NaN, and the operands are read at completion.  So a
-// missing wait, or a wait after the operands were overwritten, gives a wrong result in every run.
+// missing wait, or a wait after the operands were overwritten, gives a wrong result in every run.  An arrival at another
+// block's mbarrier is asynchronous, too: it counts at a wait for the mbarrier, or at a barrier of the cluster.
+#include <sched.h>
 #include "block.h"
 #include "host.h"
 #include "matrix.h"
@@ -69,6 +71,31 @@ void copy_wait(int groups_left) {
     p->copies.count = kept;
 }
 
+// ---- what is in flight to the shared memory of a block ----------------------------------------------------------
+// Not a std::mutex, which TSan would take for synchronisation between the blocks.
+class Locked {
+    Block *b;
+
+public:
+    explicit Locked(Block *b) : b(b) {
+        while (__atomic_exchange_n(&b->locked, true, __ATOMIC_ACQUIRE)) sched_yield();
+    }
+    ~Locked() { __atomic_store_n(&b->locked, false, __ATOMIC_RELEASE); }
+};
+static Block *of_cluster(int rank) { return block->cluster ? block->cluster->blocks[rank] : block; }
+
+void open_shared(Block *b) {
+    b->loads.clear();
+    b->arrivals.clear();
+    b->closed = false;
+}
+void close_shared(Block *b) {
+    const Locked locked(b);
+    if (!b->loads.empty()) die("the block exits, and a bulk load to its shared memory is in flight");
+    if (!b->arrivals.empty()) die("the block exits, and an arrival at one of its mbarriers is in flight");
+    b->closed = true;
+}
+
 // ---- mbarrier -----------------------------------------------------------------------------------------------
 // A phase ends when all expected arrivals and all announced bytes have arrived.
 struct Mbarrier { uint64_t phase : 1, missing : 15, expected : 15, bytes : 33; };
@@ -92,13 +119,49 @@ void mbarrier_init(uint64_t *barrier, int arrivals) {
     m.missing = m.expected = static_cast<unsigned>(arrivals);
     *reinterpret_cast<Mbarrier *>(barrier) = m;
 }
-void mbarrier_arrive(uint64_t *barrier, int arrivals, int bytes) {
-    release(barrier);
+static void count_arrival(uint64_t *barrier, int arrivals, int bytes) {
     Mbarrier *m = as_mbarrier(barrier);
     m->bytes += static_cast<unsigned>(bytes);
     if (static_cast<int>(m->missing) < arrivals) die("more arrivals than the mbarrier expects");
     m->missing -= static_cast<unsigned>(arrivals);
     end_phase_if_complete(m);
+}
+// Count the arrivals of other blocks: at one mbarrier, or with NULL at all.
+static void count_arrivals_at(uint64_t *barrier) {
+    size_t kept = 0;
+    for (uint64_t *at : block->arrivals) {
+        if (barrier && at != barrier) block->arrivals[kept++] = at;
+        else count_arrival(at, 1, 0);
+    }
+    block->arrivals.count = kept;
+}
+void land_arrivals(Block *b) {
+    const Locked locked(b);
+    count_arrivals_at(nullptr);
+}
+void mbarrier_arrive(uint64_t *barrier, int arrivals, int bytes) {
+    release(barrier);
+    if (static_cast<int>(as_mbarrier(barrier)->missing) < arrivals) {           // an earlier phase may miss only these
+        const Locked locked(block);
+        count_arrivals_at(barrier);
+    }
+    count_arrival(barrier, arrivals, bytes);
+}
+// The mbarrier at the same address in another block, which must not have exited.
+static uint64_t *mbarrier_of_block(uint64_t *barrier, int rank) {
+    auto *there = static_cast<uint64_t *>(of_block(barrier, rank));
+    kernel_reads(there, sizeof *there);         // after its initialisation
+    if (of_cluster(rank)->closed) die("block %d of the cluster has exited, so it has no mbarrier", rank);
+    as_mbarrier(there);
+    return there;
+}
+void mbarrier_arrive_at(uint64_t *barrier, int rank) {
+    needs_hopper("an arrival at an mbarrier of another block");
+    if (of_block(barrier, rank) == barrier) return mbarrier_arrive(barrier, 1, 0);
+    const Locked locked(of_cluster(rank));
+    uint64_t *there = mbarrier_of_block(barrier, rank);
+    release(there);
+    of_cluster(rank)->arrivals.add(there);
 }
 
 // ---- bulk copies --------------------------------------------------------------------------------------------
@@ -153,13 +216,34 @@ void bulk_load(void *to, const TensorMap &map, int column, int row, uint64_t *ba
     as_mbarrier(barrier);
     check(to, box_bytes(map), true);
     fill(to, 0xff, box_bytes(map));
+    const Locked locked(block);
     block->loads.add({static_cast<char *>(to), map, column, row, barrier});
 }
+void bulk_load_to_all(void *to, const TensorMap &map, int column, int row, uint64_t *barrier, unsigned ranks) {
+    if (!ranks || ranks >> cluster_size()) die("a bulk load to blocks %x of a cluster of %d", ranks, cluster_size());
+    for (int rank = 0; ranks >> rank; rank++) {
+        if (!(ranks >> rank & 1)) continue;
+        if (of_block(to, rank) == to) {
+            bulk_load(to, map, column, row, barrier);
+            continue;
+        }
+        auto *there = static_cast<char *>(of_block(to, rank));
+        check_box("a bulk load", there, map);
+        const Locked locked(of_cluster(rank));
+        uint64_t *counts = mbarrier_of_block(barrier, rank);
+        kernel_writes(there, box_bytes(map));   // after all reads of what was there
+        release(counts);
+        fill(there, 0xff, box_bytes(map));
+        of_cluster(rank)->loads.add({there, map, column, row, counts});
+    }
+}
 
-// Complete all loads that the mbarrier counts.
+// Complete all loads and arrivals that the mbarrier counts.
 static bool land(uint64_t *barrier) {
+    const Locked locked(block);
     Array<BulkLoad> &loads = block->loads;
     acquire(barrier);                           // after everything that the issuing thread did before
+    count_arrivals_at(barrier);
     size_t kept = 0;
     bool any = false;
     for (const BulkLoad &l : loads) {
@@ -192,6 +276,7 @@ bool mbarrier_test(uint64_t *barrier, int parity) {
 }
 void mbarrier_wait(uint64_t *barrier, int parity) {
     while (!mbarrier_test(barrier, parity)) poll("a wait at an mbarrier");
+    block->polls = 0;                           // another block of the cluster may have ended the phase
 }
 
 void bulk_store(const TensorMap &map, int column, int row, const void *from) {
@@ -274,6 +359,7 @@ void wgmma_wait(int groups_left) {
         Hidden &h = p->hidden[pending_one.hidden];
         WgmmaOfLane own{&pending_one.product, h.accumulators};
         warp(0xffffffffu, multiply_warpgroup, &own);
+        end_warp_barrier();                     // a lane that then arrives at an mbarrier does so after all reads
         if (--h.products == 0) copy(h.d, h.accumulators, pending_one.product.n / 2 * sizeof(float));
     }
     p->products.count = kept;

@@ -120,7 +120,10 @@ struct Block {
     unsigned cluster_full, cluster_passed;      // rounds in which all threads of this block, of all blocks, have arrived
     unsigned cluster_meeting;                   // the meeting of round cluster_full
     Array<SharedVariable> shared_variables;
+    // What is in flight to this block's shared memory.  Other blocks of the cluster add to it, so there is a lock (async.cpp).
     Array<BulkLoad> loads;
+    Array<uint64_t *> arrivals;                 // of threads of other blocks, at these mbarriers
+    bool locked, closed;                        // closed: all threads have exited
     unsigned long polls;                        // since the last progress
     double polling_since;
     Array<Fibre *> idle, fibres;
@@ -138,4 +141,7 @@ void reuse_shared_arena();
 void begin_pending(Thread *thread);
 void end_pending(Thread *thread);               // at its exit: abort if the thread did not wait for its asynchronous work
 void free_pending(Thread *thread);
+void open_shared(Block *b);                     // before its first thread
+void close_shared(Block *b);                    // after its last thread: abort if something is in flight to its shared memory
+void land_arrivals(Block *b);                   // after a barrier of the cluster
 }

@@ -163,6 +163,7 @@ void copy_wait(int groups_left);
 
 void mbarrier_init(uint64_t *barrier, int arrivals);
 void mbarrier_arrive(uint64_t *barrier, int arrivals, int bytes);
+void mbarrier_arrive_at(uint64_t *barrier, int rank);                   // at the mbarrier of another block of the cluster
 bool mbarrier_test(uint64_t *barrier, int parity);
 void mbarrier_wait(uint64_t *barrier, int parity);
 
@@ -176,6 +177,7 @@ struct TensorMap {
 cudaError_t make_tensor_map(TensorMap *map, void *base, int element_size, uint64_t size0, uint64_t size1, uint64_t stride,
                             uint32_t box0, uint32_t box1, bool swizzle);
 void bulk_load(void *to, const TensorMap &map, int column, int row, uint64_t *barrier);
+void bulk_load_to_all(void *to, const TensorMap &map, int column, int row, uint64_t *barrier, unsigned ranks);
 void bulk_store(const TensorMap &map, int column, int row, const void *from);
 void bulk_commit();
 void bulk_wait(int groups_left, bool only_read);

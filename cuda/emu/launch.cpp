@@ -34,11 +34,12 @@ static cudaError_t check(const Launch &l) {
     return cudaSuccess;
 }
 
-// A line: the kernel, its blocks, threads per block, and bytes of dynamic shared memory per block.
+// A line: the kernel, its blocks, threads per block, bytes of dynamic shared memory per block, and blocks per cluster.
 static void list(const Launch &l) {
     static FILE *const file = fopen(settings().launches, "a");
     if (!file) die("EMU_LAUNCHES=%s: cannot be written", settings().launches);
-    fprintf(file, "%s\t%u,%u,%u\t%u\t%zu\n", l.name, l.grid.x, l.grid.y, l.grid.z, l.block.x * l.block.y * l.block.z, l.shared);
+    fprintf(file, "%s\t%u,%u,%u\t%u\t%zu\t%d\n", l.name, l.grid.x, l.grid.y, l.grid.z, l.block.x * l.block.y * l.block.z,
+            l.shared, l.cluster);
     fflush(file);
 }
 

@@ -165,5 +165,6 @@ void multiply_warpgroup(void *const lanes[32], unsigned mask) {
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 4; i++) accumulators(lane)[i] = element_of(c, lane, i);
     }
+    release(&block->warp_order[self()->warp]);  // the last lane has reported all reads; see wgmma_wait
 }
 }

@@ -205,7 +205,7 @@ static void exit_thread(Block *b, Thread *t) {
     end_pending(t);
     if (t->at_cluster % 2) die("exits between cluster_arrive and cluster_wait");
     t->state = State::exited;
-    b->exited++;
+    if (++b->exited == b->threads) close_shared(b);
     arrive_at_cluster_if_full(b);
     b->polls = 0;
     release(&b->grid->order);
@@ -307,7 +307,10 @@ Switch begin_cluster_wait() {
     b->at_cluster_barrier++;
     return begin_wait(b, t);
 }
-void end_cluster_wait() { acquire(cluster_order(block, self()->at_cluster / 2 - 1)); }
+void end_cluster_wait() {
+    acquire(cluster_order(block, self()->at_cluster / 2 - 1));
+    land_arrivals(block);
+}
 
 int cluster_size() { return block->grid->launch.cluster; }
 int cluster_rank() { return static_cast<int>(current->block_index.x) % cluster_size(); }
@@ -394,7 +397,7 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
     b->begun = b->exited = b->votes = b->at_grid_barrier = b->at_cluster_barrier = b->cluster_arrivals = 0;
     b->cluster_full = b->cluster_passed = 0;
     b->polls = 0;
-    b->loads.clear();
+    open_shared(b);
     b->ready.clear();
     b->next_ready = 0;
     for (int i = 0; i < BARRIERS; i++) b->arrived[i] = b->expected[i] = 0;

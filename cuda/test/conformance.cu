@@ -406,6 +406,37 @@ static __global__ void cluster_stores(const float *in, float *out) {    // 8 blo
     out[i] += value;
 }
 
+// Each of 4 blocks loads a row to slot `rank` of all four blocks, and after they have read it, another row to that slot of
+// itself and of the next block.  The other two keep the first row.
+static __global__ void multicast(const __grid_constant__ CUtensorMap map, float *out) { // 8 blocks in clusters of 4
+    DYN_SHARED(float, slots);                                                           // [4][32]
+    uint64_t *const full = reinterpret_cast<uint64_t *>(slots + 4 * 32), *const empty = full + 1;
+    const int t = threadIdx.x, rank = cluster_rank();
+    if (t == 0) {
+        mbar_init(full, 1);
+        mbar_init(empty, 4 * 32);
+        mbar_fence_init();
+    }
+    cluster_sync();
+    for (int round = 0; round < 2; round++) {
+        if (t == 0) {
+            mbar_wait(empty, round ^ 1);
+            mbar_expect(full, (round ? 2 : 4) * 128);
+            const unsigned ranks = round ? 1u << rank | 1u << (rank + 1) % 4 : 15;
+            tma_load_2d_to_all(slots + rank * 32, &map, 0, 2 * static_cast<int>(blockIdx.x) + round, full, ranks);
+        }
+        mbar_wait(full, round);
+        for (int from = 0; from < 4; from++) out[((blockIdx.x * 2 + round) * 4 + from) * 32 + t] = slots[from * 32 + t];
+        for (int to = 0; to < 4; to++) mbar_arrive_at(empty, to);
+    }
+    cluster_sync();
+}
+static cudaError_t run_multicast(const float *in, float *out, float *) {
+    CUtensorMap map;
+    const cudaError_t error = make_tensor_map_2d(&map, in, 4, 32, 16, 128, 32, 1, false);
+    return error ? error : LAUNCH_CLUSTER(4, multicast, 8, 32, 4 * 128 + 16, nullptr, map, out);
+}
+
 // ---- the cases ----------------------------------------------------------------------------------------------------
 struct Case {
     const char *name;
@@ -476,6 +507,7 @@ static const Case cases[] = {
     WGMMA(64, tf32_ra),
     {"registers", 256, 256, 90, ONE_BLOCK(registers, 256, 0)},
     {"cluster_stores", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, cluster_stores, 8, 32, 1024, nullptr, in, out);)},
+    {"multicast", 512, 2048, 90, run_multicast},
     {"clusters", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, clusters, 8, 32, 0, nullptr, in, out);)},
 };
 

@@ -19,6 +19,7 @@ from pyops.errors import UserError
 
 ATTENTION = 'by size', 'mma', 'wgmma'           # in the order of pyops_set_attention
 EXCHANGE = 'by device', 'global memory'         # in the order of pyops_set_exchange
+MULTICAST = 'by size', 'never', 'always'        # in the order of pyops_set_multicast
 BF16_MARK = -1 << 63        # bit 63 of the address of a bfloat16 array, see `real` in pyops.h, as a signed integer
 
 
@@ -135,7 +136,8 @@ class GPU(KernelOperations):
         number, self.model = open_device()
         self.dlpack_device = DLPACK_CUDA, number
         self._array_type, self._pool = array_type, Pool()
-        self.stream, self._precision, self._attention, self._exchange = _new_stream(), 'fp32', ATTENTION[0], EXCHANGE[0]
+        self.stream, self._precision = _new_stream(), 'fp32'
+        self._attention, self._exchange, self._multicast = ATTENTION[0], EXCHANGE[0], MULTICAST[0]
         state.gpu = self
 
     @property
@@ -175,6 +177,19 @@ class GPU(KernelOperations):
             raise ValueError(f'exchange: expected {", ".join(EXCHANGE)}, got {name!r}')
         _call('pyops_set_exchange', EXCHANGE.index(name))
         self._exchange = name
+
+    @property
+    def multicast(self):
+        """Whether two blocks of a product by wgmma share loads by multicast: 'by size', 'never' or 'always'.  The bits are the
+        same.  For comparisons: a captured graph keeps its kernels."""
+        return self._multicast
+
+    @multicast.setter
+    def multicast(self, name):
+        if name not in MULTICAST:
+            raise ValueError(f'multicast: expected {", ".join(MULTICAST)}, got {name!r}')
+        _call('pyops_set_multicast', MULTICAST.index(name))
+        self._multicast = name
 
     @property
     def storage(self):

@@ -843,6 +843,24 @@ def test_the_exchange_of_a_gru_can_be_chosen_and_gives_the_same_bits(on_gpu):
         on_gpu.exchange = 'by device'
 
 
+def test_sharing_loads_by_multicast_can_be_chosen_and_gives_the_same_bits(on_gpu):
+    rng = np.random.default_rng(0)
+    a, b = put(rng.standard_normal((1020, 200), np.float32)), put(rng.standard_normal((200, 1024), np.float32))
+
+    def product(multicast):
+        on_gpu.multicast = multicast
+        return get(a @ b)
+    try:
+        on_gpu.precision = 'bf16'
+        by_size = product('by size')
+        assert np.array_equal(by_size, product('never')) and np.array_equal(by_size, product('always')) and by_size.any()
+        with pytest.raises(ValueError, match="multicast: expected by size, never, always, got 'sometimes'"):
+            on_gpu.multicast = 'sometimes'
+        assert on_gpu.multicast == 'always'
+    finally:
+        on_gpu.multicast, on_gpu.precision = 'by size', 'fp32'
+
+
 def test_the_kernels_of_attention_can_be_chosen_and_others_are_refused(on_gpu):
     q = put(np.random.default_rng(0).standard_normal((130, 1, 64)).astype('f'))
 

@@ -151,6 +151,48 @@ template <Ring BUG> static __global__ void ring(const __grid_constant__ CUtensor
         y[threadIdx.x] = total;
     }
 }
+// Two blocks, a cluster: each loads half of every row for both.  y[i] = the sum of the elements i % 32 of both halves of all
+// rows; each block writes half of y.
+enum class Sharing { own_consumers_alone, never_released_there, too_few_bytes, no_first_barrier, no_last_barrier };
+template <Sharing BUG>
+static __global__ void sharing(const __grid_constant__ CUtensorMap map, float *y, unsigned *flag, int pieces) {
+    DYN_SHARED(float, stage);
+    uint64_t *full = reinterpret_cast<uint64_t *>(stage + 2 * N), *empty = full + 2;
+    const int rank = cluster_rank(), t = threadIdx.x, here = BUG == Sharing::own_consumers_alone ? N : 2 * N;
+    auto wait_for_flag = [=] {                  // this block is slower than the other one
+        while (!load_acquire(flag)) {}
+    };
+    if (t == 0) {
+        if (BUG == Sharing::no_first_barrier && rank == 0) wait_for_flag();
+        for (int i = 0; i < 2; i++) {
+            mbar_init(&full[i], 1);
+            mbar_init(&empty[i], here);
+        }
+        mbar_fence_init();
+    }
+    if (BUG == Sharing::no_first_barrier) __syncthreads();
+    else cluster_sync();
+    float total = 0.0f;
+    if (t == N) {
+        for (int i = 0; i < pieces; i++) {
+            mbar_wait(&empty[i % 2], (i / 2 & 1) ^ 1);
+            mbar_expect(&full[i % 2], BUG == Sharing::too_few_bytes ? N * 2 : N * 4);
+            tma_load_2d_to_all(stage + i % 2 * N + rank * 32, &map, rank * 32, i, &full[i % 2], 3);
+            if (BUG == Sharing::no_first_barrier || (rank == 0 && i == 2)) store_release(flag, 1);
+        }
+    } else if (t < N) {
+        if (BUG == Sharing::own_consumers_alone && rank == 1) wait_for_flag();
+        for (int i = 0; i < pieces; i++) {
+            mbar_wait(&full[i % 2], i / 2 & 1);
+            total += stage[i % 2 * N + t % 32] + stage[i % 2 * N + t % 32 + 32];
+            mbar_arrive(&empty[i % 2]);
+            if (BUG != Sharing::own_consumers_alone && BUG != Sharing::never_released_there)
+                mbar_arrive_at(&empty[i % 2], rank ^ 1);
+        }
+        if (t / 32 == rank) y[t] = total;
+    }
+    if (BUG != Sharing::no_last_barrier) cluster_sync();
+}
 // y[i] = the 64 accumulators of thread 0, of a product of ones: 16 each.
 enum class Product { waited_for_late, not_waited_for, no_fence, half_a_warpgroup, read_too_early };
 template <Product BUG> static __global__ void product(float *y) {
@@ -219,6 +261,10 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     CUtensorMap map;                            // of rows of 64 ones
     float *rows = to_device(std::vector<float>(16 * N, 1.0f));
     make_tensor_map_2d(&map, rows, 4, N, 16, N * 4, N, 1, false);
+    std::vector<float> numbers(16 * N);         // and of rows 1, 2, ...
+    for (int i = 0; i < 16 * N; i++) numbers[i] = static_cast<float>(i / N + 1);
+    CUtensorMap halves;
+    make_tensor_map_2d(&halves, to_device(numbers), 4, N, 16, N * 4, N / 2, 1, false);
     const size_t ring_bytes = 2 * N * 4 + 64, tile_bytes = 128 * 64 * 2;
     cudaStream_t stream;
     cudaStreamCreate(&stream);
@@ -261,6 +307,16 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     KERNEL(ring<Ring::released_twice>, 1, 96, ring_bytes, map, y, 6);
     KERNEL(ring<Ring::not_initialised>, 1, 96, ring_bytes, map, y, 6);
     KERNEL(ring<Ring::too_few_bytes>, 1, 96, ring_bytes, map, y, 6);
+    for (float &value : result) value = 42.0f;
+    // clang-format off
+#define SHARED_BY_TWO(kernel) \
+    if (is(#kernel)) return LAUNCH_CLUSTER(2, kernel, 2, 96, ring_bytes, nullptr, halves, y, flag, 6)
+    SHARED_BY_TWO(sharing<Sharing::own_consumers_alone>);
+    SHARED_BY_TWO(sharing<Sharing::never_released_there>);
+    SHARED_BY_TWO(sharing<Sharing::too_few_bytes>);
+    SHARED_BY_TWO(sharing<Sharing::no_first_barrier>);
+    SHARED_BY_TWO(sharing<Sharing::no_last_barrier>);
+    // clang-format on
     for (float &value : result) value = 16.0f;  // and the products
     KERNEL(product<Product::waited_for_late>, 1, 128, tile_bytes, y);
     KERNEL(product<Product::not_waited_for>, 1, 128, tile_bytes, y);

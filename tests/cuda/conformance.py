@@ -139,6 +139,15 @@ def cluster_stores(x):
     return [value + np.arange(4)[None, :, None]]
 
 
+def multicast(x):
+    rows = x.reshape(2, 4, 2, 32)                               # cluster, rank, round
+    rank = np.arange(4)
+    last = np.stack([np.where(((rank == block) | ((rank + 1) % 4 == block))[:, None], rows[:, :, 1], rows[:, :, 0])
+                     for block in range(4)], axis=1)
+    first = np.broadcast_to(rows[:, None, :, 0], last.shape)
+    return [np.stack([first, last], axis=2)]                    # cluster, block, round, slot
+
+
 FORMULAS = {
     'shared': shared,
     'named_barriers': lambda x: [x[::-1]],
@@ -160,6 +169,7 @@ FORMULAS = {
     'registers': lambda x: [x[:128] + 1, 2 * x[128:]],
     'clusters': clusters,
     'cluster_stores': cluster_stores,
+    'multicast': multicast,
     **{f'{kind}matrix{trans}_{count}': ldmatrix(bool(trans))
        for kind, counts in (('ld', (1, 2, 4)), ('st', (2, 4))) for trans in ('', '_trans') for count in counts},
 }

@@ -170,6 +170,50 @@ matmul_wgmma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUte
         c[(row0 + t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * n + column0 + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
 }
 
+// c (64 x n) = a * b^T in bfloat16: a cluster of two blocks, each with 32 columns of c.  Each loads its rows of b, and half of
+// the rows of a for both, into a ring of 2 stages.
+constexpr int SHARING_K = 512;
+static __global__ void __launch_bounds__(160)
+matmul_multicast(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float *c, int n) {
+    constexpr int STAGES = 2, HALF = 32 * 128, STAGE = 3 * HALF;
+    DYN_SHARED(unsigned char, shared);
+    uint64_t *full = reinterpret_cast<uint64_t *>(shared + STAGES * STAGE), *empty = full + STAGES;
+    const int t = threadIdx.x, rank = cluster_rank(), column0 = blockIdx.x * 32;
+    if (t == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(&full[i], 1);
+            mbar_init(&empty[i], 2 * 4);
+        }
+        mbar_fence_init();
+    }
+    cluster_sync();
+    if (t == 128)
+        for (int i = 0; i < SHARING_K / 64; i++) {
+            const int stage = i % STAGES;
+            unsigned char *const to = shared + stage * STAGE;
+            mbar_wait(&empty[stage], (i / STAGES & 1) ^ 1);
+            mbar_expect(&full[stage], 3 * HALF);
+            tma_load_2d(to + 2 * HALF, &b, i * 64, column0, &full[stage]);
+            tma_load_2d_to_all(to + rank * HALF, &a, i * 64, rank * 32, &full[stage], 3);
+        }
+    if (t < 128) {
+        float d[16];
+        for (int i = 0; i < SHARING_K / 64; i++) {
+            const int stage = i % STAGES;
+            mbar_wait(&full[stage], i / STAGES & 1);
+            wg_fence();
+            const uint64_t x = wg_desc(shared + stage * STAGE), y = wg_desc(shared + stage * STAGE + 2 * HALF);
+            for (int k = 0; k < 4; k++) wgmma_bf16<32>(d, x + 2 * k, y + 2 * k, i || k);
+            wg_commit();
+            wg_wait<0>();
+            if (t % 32 < 2) mbar_arrive_at(&empty[stage], t % 32);
+        }
+        for (int i = 0; i < 16; i++)
+            c[(t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * n + column0 + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
+    }
+    cluster_sync();
+}
+
 // ---- softmax of rows: a warp for each, a block for each ----
 static __global__ void softmax_warp(const float *x, float *y, int rows, int columns) {
     const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
@@ -366,6 +410,24 @@ static void try_matmul(int n) {
     });
 }
 
+static void try_multicast() {
+    const int n = 128, rows = 64, k = SHARING_K;
+    const std::vector<__nv_bfloat16> a = as_bf16(uniform(rows * k, 3)), b = as_bf16(uniform(n * k, 4));
+    const std::vector<float> wide_a = as_float(a), wide_b = as_float(b);
+    std::vector<double> expected(rows * n);
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < n; j++)
+            for (int l = 0; l < k; l++) expected[i * n + j] += static_cast<double>(wide_a[i * k + l]) * wide_b[j * k + l];
+    float *c = on_device<float>(rows * n);
+    CUtensorMap a_map, b_map;
+    make_tensor_map_2d(&a_map, to_device(a), 2, k, rows, 2 * k, 64, 32, true);
+    make_tensor_map_2d(&b_map, to_device(b), 2, k, n, 2 * k, 64, 32, true);
+    const int ring = 2 * 3 * 32 * 128 + 64;
+    try_kernel("matmul_multicast", c, expected, 1e-4, [&] {
+        return LAUNCH_CLUSTER(2, matmul_multicast, n / 32, 160, ring, nullptr, a_map, b_map, c, n);
+    });
+}
+
 static void try_softmax() {
     const int rows = 128, columns = 512;
     const std::vector<float> x = uniform(rows * columns, 5);
@@ -505,6 +567,7 @@ int main(int argc, char **argv) {
     try_sum();
     try_voting();
     try_matmul(n);
+    try_multicast();
     try_softmax();
     try_recurrence();
     try_graph();

@@ -3,6 +3,7 @@
 What the op table asks of every library is asked there; here is what only this one has: operands that are rounded, sums that
 are cut into parts, several kernels for one product.
 """
+import ctypes
 import itertools
 import os
 import subprocess
@@ -278,6 +279,159 @@ def test_a_large_product_is_converted_first(across, p, precision):
     gemm(c[:, :N], laid_out(a, across, False), laid_out(b, across, True), bias, 1, 1)
     check(c[:, :N], a, b, p, bias + 1, 1)
     assert (c[:, N] == 1).all()
+
+
+# ---- clusters whose blocks share loads by multicast --------------------------------------------------------------------
+
+BY_SIZE, NEVER, ALWAYS = range(3)                      # of pyops_set_multicast
+
+
+@pytest.fixture
+def multicast():
+    yield lambda wanted: library().pyops_set_multicast(wanted)
+    library().pyops_set_multicast(BY_SIZE)
+
+
+def real(x):
+    """The argument for an array of float32, or of bfloat16 stored as uint16."""
+    return x.ctypes.data | 1 << 63 if x.dtype == np.uint16 else x
+
+
+def gemm_real(c, a, b, bias=None, accumulate=0, relu=0):
+    (M, K), N = a.shape, b.shape[1]
+    steps = [s // 2 for x in (a, b) for s in x.strides]
+    call('gemm', real(c), real(a), real(b), bias, M, N, K, c.strides[0] // c.itemsize, *steps, accumulate, relu)
+    return c
+
+
+def wide(x):
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def stored_bf16(rng, rows, columns, transposed):
+    """A random matrix of bfloat16, stored or stored transposed, whose lines are multiples of 16 bytes."""
+    if transposed:
+        rows, columns = columns, rows
+    x = matrix_bf16(rng, rows, columns, -(-columns // 8) * 8, 0)
+    return x.T if transposed else x
+
+
+# (M, N, K): one row of tiles, two, three and five, of 128 and of 256 columns; the last two in parts of K
+SHARED_SIZES = [(100, 300, 72), (256, 520, 200), (300, 260, 136), (384, 256, 64), (600, 120, 136), (129, 257, 8),
+                (100, 120, 2056), (300, 120, 4104)]
+
+
+@pytest.mark.parametrize('across_a', (False, True))
+@pytest.mark.parametrize('across_b', (False, True))
+@pytest.mark.parametrize('M,N,K', SHARED_SIZES)
+def test_blocks_that_share_loads_compute_the_bits_of_blocks_alone(M, N, K, across_a, across_b, multicast):
+    rng = np.random.default_rng([M, N, K, across_a, across_b])
+    a, b = stored_bf16(rng, M, K, across_a), stored_bf16(rng, K, N, not across_b)
+    bias, before = rng.standard_normal(N).astype(np.float32), rng.standard_normal((M, N + 2)).astype(np.float32)
+    wide_a, wide_b = wide(a).astype(np.float64), wide(b).astype(np.float64)
+    for out, accumulate, given, relu in ((np.float32, 0, None, 0), (np.float32, 1, None, 0), (np.float32, 1, bias, 1),
+                                         (np.uint16, 0, bias, 1)):
+        found = {}
+        for wanted in NEVER, ALWAYS:
+            multicast(wanted)
+            frame = before.astype(np.float32) if out == np.float32 else bf16(before)
+            gemm_real(frame[:, :N], a, b, given, accumulate, relu)
+            found[wanted] = frame.copy()
+        assert (found[NEVER] == found[ALWAYS]).all()
+        c = found[ALWAYS] if out == np.float32 else wide(found[ALWAYS])
+        exact = wide_a @ wide_b + (before[:, :N] if accumulate else 0) + (0 if given is None else given)
+        exact = np.maximum(exact, 0) if relu else exact
+        allowed = bound(wide_a, wide_b, 8) + (0 if out == np.float32 else 2.0**-8 * np.abs(exact))
+        assert (np.abs(c[:, :N] - exact) <= allowed).all()
+        start = before if out == np.float32 else wide(bf16(before))
+        assert (c[:, N:] == start[:, N:]).all(), 'wrote beyond its block'
+
+
+@pytest.mark.parametrize('p', (TF32, BF16), ids=('tf32', 'bf16'))
+def test_converted_operands_are_shared_with_the_same_bits(p, precision, multicast):
+    rng = np.random.default_rng(9)
+    precision(p)
+    M, N, K = 1023, 1020, 250                           # 8 rows of tiles, the last of them ragged
+    a, b = (rng.standard_normal(s).astype(np.float32) for s in ((M, K), (K, N)))
+    found = []
+    for wanted in NEVER, ALWAYS:
+        multicast(wanted)
+        found.append(gemm(np.full((M, N), np.nan, np.float32), a, b))
+    assert (found[0] == found[1]).all()
+    check(found[1], a, b, p)
+
+
+@pytest.mark.parametrize('valid', (0, 1, 130, 400))
+def test_rows_that_only_the_device_can_count_are_shared_with_the_same_bits(valid, multicast):
+    """The output layer multiplies as many rows as have labels, and scatters the gradients of the others."""
+    rng = np.random.default_rng(valid)
+    R, D, V = 400, 136, 530
+    x, weight = (matrix_bf16(rng, rows, D, D, 0) for rows in (R, V))
+    bias, dloss = rng.standard_normal(V).astype(np.float32), np.full(1, 0.7, np.float32)
+    labels = np.full(R, -1, np.int32)
+    labels[rng.choice(R, valid, replace=False)] = rng.integers(0, V, valid)
+    size = library().pyops_linear_cross_entropy_work
+    size.argtypes, size.restype = [ctypes.c_int64] * 3 + [ctypes.c_int32], ctypes.c_int64
+    found = []
+    for wanted in NEVER, ALWAYS:
+        multicast(wanted)
+        loss, count, work = np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(size(R, D, V, 1), np.float32)
+        dx, dweight, dbias = np.full((R, D), 0x7FC0, np.uint16), np.ones((V, D), np.float32), np.ones(V, np.float32)
+        call('linear_cross_entropy', loss, count, real(dx), dweight, dbias, dloss, real(x), real(weight), bias, labels, work,
+             R, D, V, -1, 0.1)
+        assert count == valid
+        found.append((loss, dx, dweight, dbias))
+    for alone, shared in zip(*found, strict=True):
+        assert alone.tobytes() == shared.tobytes()
+    assert (dweight != 1).any() == (dx != 0).any() == (valid > 0)
+
+
+# No kernel runs, so nothing reads the arrays at these addresses.
+LISTED = '''
+from emulated import library
+import test_cuda_gemm as here
+for M, N, K, wanted in SIZES:
+    library().pyops_set_multicast(wanted)
+    here.call("gemm", 1 << 20, 1 << 63 | 2 << 20, 1 << 63 | 3 << 20, None, M, N, K, N, K, 1, 1, K, 0, 0)
+'''
+
+
+def listed(tmp_path, sizes, processors=4):
+    """Return for each product (M, N, K, multicast), of bfloat16 arrays along K, its blocks and blocks per cluster."""
+    path = tmp_path / 'launches'
+    path.unlink(missing_ok=True)
+    folders = os.pathsep.join(str(ROOT / path) for path in ('', 'tests', 'tests/helpers', 'tests/cuda'))
+    environment = os.environ | {'PYTHONPATH': folders, 'EMU_LAUNCHES': str(path), 'EMU_MULTIPROCESSORS': str(processors)}
+    done = subprocess.run([sys.executable, '-c', LISTED.replace('SIZES', repr(sizes))], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split('\t') for line in path.read_text().splitlines()]
+    assert len(lines) == len(sizes) and all(line[0].startswith('hopper_tiles') for line in lines)
+    return [(int(line[1].split(',')[0]), int(line[4])) for line in lines]
+
+
+def test_the_sizes_above_are_computed_by_wgmma_in_clusters_and_without(tmp_path):
+    found = listed(tmp_path, [(*size, wanted) for size in SHARED_SIZES for wanted in (NEVER, ALWAYS)])
+    for i, (M, _, K) in enumerate(SHARED_SIZES):
+        (alone, one), (shared, two) = found[2 * i:2 * i + 2]
+        assert (one, two) == (1, 2) and shared % 2 == 0 and alone <= 4
+        assert shared > alone or alone == 4             # 1 and 3 rows of tiles have partners below c
+        in_parts = K > 2000
+        assert not in_parts or alone > -(-M // 128)
+
+
+def test_loads_are_shared_where_pairs_of_tiles_fill_the_device_in_no_more_waves(tmp_path):
+    """On 132 multiprocessors.  3 x 44 tiles are one wave, and the 2 x 44 pairs of a cluster would be two."""
+    shared, alone = [(16384, 2048, 512), (13440, 512, 4096)], [(128, 65536, 256), (128 * 3, 256 * 44, 256)]
+    found = listed(tmp_path, [(*size, wanted) for wanted in (BY_SIZE, NEVER) for size in shared + alone], 132)
+    assert found == [(132, 2)] * 2 + [(132, 1)] * 6
+    too_few = 1024, 1024, 256                           # 64 tiles of 128 x 128
+    assert listed(tmp_path, [(*too_few, BY_SIZE), (*too_few, ALWAYS)], 132) == [(64, 1), (64, 2)]
+
+
+def test_an_unknown_multicast_is_an_error():
+    assert library().pyops_set_multicast(3)
+    assert library().pyops_last_error() == b'set_multicast: multicast=3, expected 0 (by size), 1 (never) or 2 (always)'
 
 
 # ---- the ladder ------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def run(program, *arguments, **environment):
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_good_kernels_are_right_and_raise_no_alarm(programs, variant):
     status, out = run(programs / variant / 'good', 'all', '64')
-    assert status == 0 and out.count(' ok ') == len(out.splitlines()) == 15, out
+    assert status == 0 and out.count(' ok ') == len(out.splitlines()) == 16, out
 
 
 @pytest.mark.parametrize('environment', [
@@ -59,7 +59,7 @@ def test_good_kernels_are_right_and_raise_no_alarm(programs, variant):
     {'EMU_WORKERS': '2'}, {'EMU_GUARD': '1'}], ids=lambda e: '_'.join([*e.keys(), *e.values()]))
 def test_good_kernels_are_right_in_any_order(programs, environment):
     status, out = run(programs / 'plain' / 'good', 'all', '64', **environment)
-    assert status == 0 and out.count(' ok ') == 15, out
+    assert status == 0 and out.count(' ok ') == 16, out
 
 
 # ---- bugs ---------------------------------------------------------------------------------------------------------
@@ -105,6 +105,11 @@ BUGS = {
     'ring<Ring::released_twice>': in_all('DEADLOCK: a wait at an mbarrier|more arrivals than the mbarrier expects'),
     'ring<Ring::not_initialised>': in_all('an mbarrier that was not initialised'),
     'ring<Ring::too_few_bytes>': in_all('DEADLOCK: a wait at an mbarrier'),
+    'sharing<Sharing::own_consumers_alone>': (WRONG, WRONG, f'{WRONG}|data race'),
+    'sharing<Sharing::never_released_there>': in_all('DEADLOCK: a wait at an mbarrier'),
+    'sharing<Sharing::too_few_bytes>': in_all(f'DEADLOCK: a wait at an mbarrier|{NAN}|{WRONG}|in flight'),
+    'sharing<Sharing::no_first_barrier>': in_all('an mbarrier that was not initialised'),
+    'sharing<Sharing::no_last_barrier>': in_all('at one of its mbarriers is in flight|has exited, so it has no mbarrier'),
     'product<Product::waited_for_late>': in_all(WRONG),
     'product<Product::not_waited_for>': in_all('exits without having waited for its wgmma'),
     'product<Product::no_fence>': in_all('wgmma without wg_fence'),
@@ -141,7 +146,7 @@ UNSEEN = {
 @pytest.mark.parametrize('bug', BUGS)
 def test_a_bug_is_caught(programs, bug, variant):
     pattern = BUGS[bug][VARIANTS.index(variant)]
-    _, out = run(programs / variant / 'bugs', bug)
+    _, out = run(programs / variant / 'bugs', bug, EMU_PATIENCE='3')
     if bug == 'used_after_free' and pattern is None:
         return                                  # whatever lies there now
     assert re.search(pattern or NONE, out), out
@@ -159,7 +164,7 @@ def test_a_bug_is_caught_where_the_environment_asks_for_it(programs, bug):
 
 def test_every_bug_of_the_file_is_in_a_table():
     text = (ROOT / 'tests/cuda/bugs.cu').read_text()
-    named = set(re.findall(r'\bis\("(\w+)"\)', text)) | set(re.findall(r'^ +KERNEL\(([\w<>:]+),', text, re.M))
+    named = {*re.findall(r'\bis\("(\w+)"\)', text), *re.findall(r'^ +(?:KERNEL|SHARED_BY_TWO)\(([\w<>:]+)[,)]', text, re.M)}
     assert named == {*BUGS, *UNSEEN}
 
 

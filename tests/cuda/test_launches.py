@@ -41,5 +41,5 @@ print(json.dumps(backend.get(x).tolist()))
     out = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) == [3.0] * 1000
     *_, line = listed.read_text().splitlines()
-    kernel, grid, threads, shared = line.split('\t')
-    assert 'flat' in kernel and grid == '1,1,1' and int(threads) > 0 and shared == '0'
+    kernel, grid, threads, shared, cluster = line.split('\t')
+    assert 'flat' in kernel and grid == '1,1,1' and int(threads) > 0 and shared == '0' and cluster == '1'
