@@ -2,12 +2,16 @@
 
     python -m bench.formats                         300 steps of a small transformer with each recipe
     python -m bench.formats --only nvfp4 mxfp4      recipes whose names contain one of these words
+    python -m bench.formats --search --jobs 2       instead: recipes found by inspect sensitivity, beside recipes by guess
     python -m bench.formats --jobs 2 --save         two runs at once; also write the table to docs/quantization.md
 
 The transformer has two blocks with d_model 64 on each side, and learns the embedded corpus in batches of 32 pairs. All runs
 have the same initial weights, batches and dropout. The loss is the mean of the last 50 training steps. The errors of products
 are measured in one step of the run without rounding: each product of all linear layers, with its two operands rounded as in the
 recipe, relative to the exact product.
+
+--search trains each recipe with three seeds. inspect sensitivity finds its recipes in the last step of the run without rounding
+with seed 0: the operands of all layers in nvfp4 or fp8, for two limits.
 """
 import concurrent.futures
 import json
@@ -70,6 +74,12 @@ RECIPES = [
     Recipe('mxfp4, blocks of 32 x 32', 'mxfp4:block=32x32'), Recipe('int4', 'int4')]
 
 
+GUESSES = [Recipe('fp8', 'fp8'), Recipe('nvfp4', 'nvfp4'), Recipe('nvfp4, amax at 4 or 6', 'nvfp4:scale=mse')]
+SEARCHED = 'nvfp4:scale=mse', 'fp8'
+LIMITS = (1, 0.98), (0.1, 0.99)     # largest rise of the loss in %, smallest cosine of the gradient
+SEEDS = range(3)
+
+
 class Figures(NamedTuple):
     """loss: mean of the last steps;  sqnr: {product: dB}, inf for exact products"""
     loss: float
@@ -85,8 +95,8 @@ def run(*arguments):
 
 
 def train(recipe, folder, *flags):
-    """Train with a recipe, and return the loss."""
-    run(*TRAIN, *([] if recipe.forward == 'none' else ['--quant', recipe]), '-c', folder, *flags)
+    """Train with a Recipe or a text for --quant, and return the loss."""
+    run(*TRAIN, *([] if str(recipe) == 'none' else ['--quant', recipe]), '-c', folder, *flags)
     path, = folder.glob('steps_*.f32')
     losses = np.fromfile(path, RECORD[0]).reshape(-1, RECORD[1])[:, 0]
     assert len(losses) == STEPS, path
@@ -118,10 +128,41 @@ def table(figures):
         yield f'| {recipe.name} | {flag} | {one.loss:.3f} | {" | ".join(cells)} |'
 
 
+def recipes_for(checkpoint, folder):
+    """Yield (name, recipe for --quant, share of operations in 4 bits) of the recipes that inspect sensitivity finds."""
+    for percent, cosine in LIMITS:
+        path = folder / f'recipe_{percent}.txt'
+        document = json.loads(run('pyops', 'inspect', 'sensitivity', checkpoint, '-f', 'embedded', '--formats',
+                                  ','.join(SEARCHED), '--results', folder / 'results.jsonl', '--search', percent,
+                                  '--min-cosine', cosine, '--recipe', path, '--json'))
+        yield f'found, loss + {percent} %, cosine {cosine}', f'@{path}', document['search']['bits'].get('4', 0.0)
+
+
+def search_table(losses):
+    """Return the lines of the table of --search.   losses: {(name, share of 4 bits): [loss of each seed]}, first not rounded"""
+    exact, *_ = losses.values()
+    yield f'| recipe | operations in 4 bits | {" | ".join(f"loss, seed {seed}" for seed in SEEDS)} | rise, mean |'
+    yield '|---|---:|' + '---:|' * (len(SEEDS) + 1)
+    for (name, share), values in losses.items():
+        rise = np.mean([100 * (value / one - 1) for value, one in zip(values, exact, strict=True)])
+        yield f'| {name} | {100 * share:.0f} % | {" | ".join(f"{value:.3f}" for value in values)} | {rise:.2f} % |'
+
+
+def search(root, pool):
+    """Return the lines of the table of --search."""
+    train('none', root / 'searched')
+    recipes = [('not rounded', 'none', 0.0), *((guess.name, str(guess), float('nvfp4' in guess.name)) for guess in GUESSES),
+               *recipes_for(root / 'searched', root)]
+    jobs = {(name, share): [pool.submit(train, recipe, root / f'{number}_{seed}', '--seed', seed) for seed in SEEDS]
+            for number, (name, recipe, share) in enumerate(recipes)}
+    return search_table({key: [job.result() for job in of_seeds] for key, of_seeds in jobs.items()})
+
+
 def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0], docstring=__doc__)
     p.add_argument('--only', nargs='+', default=[], metavar='WORD', help='only recipes whose names contain one of these words')
     p.add_argument('--jobs', type=positive_int, default=1, metavar='N', help='runs at once, of one thread each (default 1)')
+    p.add_argument('--search', action='store_true', help='compare recipes found by inspect sensitivity with recipes by guess')
     p.add_argument('--save', action='store_true', help='write the table to docs/quantization.md')
     args = p.parse_args(argv)
     chosen = [recipe for recipe in RECIPES if not args.only or any(word in recipe.name for word in args.only)]
@@ -130,16 +171,23 @@ def main(argv=None):
                         f'{"; ".join(recipe.name for recipe in RECIPES)}')
     with tempfile.TemporaryDirectory() as temporary, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         root = Path(temporary)
+        if args.search:
+            return show(search(root, pool), 'formats search', args.save)
         train(RECIPES[0], root / 'tensors_of', '--save-tensors', root / 'tensors', '--save-steps', f'{STEPS - 1}:{STEPS}:1',
               '--save-layers', '*')
 
         def measured(recipe):
             return Figures(train(recipe, root / str(RECIPES.index(recipe))), errors(recipe, root / 'tensors'))
         figures = dict(zip(chosen, pool.map(measured, chosen), strict=True))
-    text = '\n'.join(table(figures))
+    return show(table(figures), 'formats', args.save)
+
+
+def show(lines, mark, save):
+    """Print a table, and write it to the page if `save`."""
+    text = '\n'.join(lines)
     print(text)
-    if args.save:
-        generated.update(PAGE, 'formats', f'\n{text}\n', f'{PROGRAM} --save')
+    if save:
+        generated.update(PAGE, mark, f'\n{text}\n', f'python -m {PROGRAM} --save')
 
 
 if __name__ == '__main__':

@@ -342,6 +342,9 @@ def test_the_table_of_formats_has_a_line_for_each_recipe():
                                 hadamard: formats.Figures(1.5, dict(fwd=16.04, dgrad=15.0, wgrad=14.96))}))
     assert lines[2:] == ['| not rounded |  | 1.250 | exact | exact | exact |',
                          '| nvfp4, Hadamard in wgrad | `nvfp4,wgrad=nvfp4:hadamard=16` | 1.500 | 16.0 dB | 15.0 dB | 15.0 dB |']
+    lines = list(formats.search_table({('not rounded', 0.0): [1.0, 2.0, 4.0], ('found', 0.625): [1.01, 2.04, 4.0]}))
+    assert lines[2:] == ['| not rounded | 0 % | 1.000 | 2.000 | 4.000 | 0.00 % |',
+                         '| found | 62 % | 1.010 | 2.040 | 4.000 | 1.00 % |']
     with pytest.raises(UserError, match='^--only nothing: no recipe has such a name; the names are not rounded; bf16; '):
         formats.main(['--only', 'nothing'])
 
