@@ -181,6 +181,8 @@ typedef struct {
     ROW(void,   round_numbers, (float *y, const float *x, const int32_t *scales, int each, const uint32_t *words, int64_t n, \
                                 const pyops_rounding_of *how)) \
     ROW(void,   round_blocks, (float *y, const float *x, const uint32_t *words, int64_t n, const pyops_rounding_of *how)) \
+    ROW(void,   round_scaled, (float *y, const float *x, const float *scales, const uint32_t *words, int64_t n, \
+                               const pyops_rounding_of *how)) \
     ROW(uint32_t, amax,       (const float *x, int64_t n)) \
     ROW(void,   describe,     (pyops_description *d, const float *x, int64_t n)) \
     ROW(void,   amax_columns, (uint32_t *amax, const float *x, int64_t n)) \

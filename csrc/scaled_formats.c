@@ -24,18 +24,23 @@ static grid make_grid(int64_t rows, int64_t columns, int64_t block_rows, int64_t
 
 static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-/* The largest |x| of block (b, c) of a matrix, as bits.  The threads share it if there is only one block. */
-static uint32_t amax_of(const grid *g, const float *x, int64_t b, int64_t c, int share) {
+/* The largest |x| of block (b, c) of a matrix, as bits. */
+static uint32_t amax_of(const grid *g, const float *x, int64_t b, int64_t c) {
     const pyops_kernels *k = pyops_active();
     const int64_t from = b * g->block_rows, to = pyops_min(from + g->block_rows, g->rows);
     const int64_t left = c * g->block_columns, width = pyops_min(g->block_columns, g->columns - left);
-    const int64_t pieces = (width + CHUNK - 1) / CHUNK;
     uint32_t amax = 0;
-    #pragma omp parallel for schedule(static) reduction(max : amax) if (share && g->rows * g->columns > PYOPS_SHARE_FLOATS)
-    for (int64_t task = 0; task < (to - from) * pieces; task++) {
-        const int64_t i = task % pieces * CHUNK;
-        amax = larger(amax, k->amax(x + (from + task / pieces) * g->columns + left + i, pyops_min(CHUNK, width - i)));
-    }
+    for (int64_t row = from; row < to; row++) amax = larger(amax, k->amax(x + row * g->columns + left, width));
+    return amax;
+}
+
+/* The same for a matrix that is one block: the threads share it. */
+static uint32_t amax_of_all(const grid *g, const float *x) {
+    const pyops_kernels *k = pyops_active();
+    const int64_t all = g->rows * g->columns;
+    uint32_t amax = 0;
+    #pragma omp parallel for schedule(static) reduction(max : amax) if (all > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < all; i += CHUNK) amax = larger(amax, k->amax(x + i, pyops_min(CHUNK, all - i)));
     return amax;
 }
 
@@ -119,7 +124,8 @@ pyops_status pyops_scaled_quantize(float *y, uint16_t *codes, float *scales, con
         if (block_columns == 1) column_scales(&g, to, of, b, scaling, f, rule, shift, flush);
         else
             for (int64_t c = 0; c < g.across; c++)
-                to[c] = scale_of(&g, of, b, c, amax_of(&g, of, b, c, is_one), scaling, f, rule, shift, flush);
+                to[c] = scale_of(&g, of, b, c, is_one ? amax_of_all(&g, of) : amax_of(&g, of, b, c), scaling, f, rule, shift,
+                                 flush);
     }
 
     const int64_t pieces = (columns + CHUNK - 1) / CHUNK;
@@ -127,9 +133,8 @@ pyops_status pyops_scaled_quantize(float *y, uint16_t *codes, float *scales, con
     for (int64_t task = 0; task < outer * rows * pieces; task++) {
         const int64_t row = task / pieces, j = task % pieces * CHUNK, n = pyops_min(CHUNK, columns - j), at = row * columns + j;
         const float *to_scales = scales + (row / rows * g.down + row % rows / block_rows) * g.across;
-        float scale[CHUNK], ratio[CHUNK], value[CHUNK];
+        float scale[CHUNK];
         uint32_t words[CHUNK];
-        const int32_t one = SCALE_ONE;
         for (int64_t i = 0, c = j / block_columns, left = block_columns - j % block_columns; i < n; c++, left = block_columns) {
             const float s = factor ? to_scales[c] / scaling : to_scales[c];
             for (const int64_t end = pyops_min(i + left, n); i < end; i++) scale[i] = s;
@@ -139,12 +144,7 @@ pyops_status pyops_scaled_quantize(float *y, uint16_t *codes, float *scales, con
             for (int64_t i = 0; i < n; i++)
                 codes[at + i] = (uint16_t)code_of(round_scaled(x[at + i], scale[i], is_stochastic ? words[i] : 0, f, rounding),
                                                   f);
-        if (!y) continue;
-        #pragma omp simd
-        for (int64_t i = 0; i < n; i++) ratio[i] = scale[i] == 0.0f ? x[at + i] * 0.0f : x[at + i] / scale[i];
-        k->round_numbers(value, ratio, &one, 0, is_stochastic ? words : NULL, n, &how);
-        #pragma omp simd
-        for (int64_t i = 0; i < n; i++) y[at + i] = value[i] * scale[i];
+        if (y) k->round_scaled(y + at, x + at, scale, is_stochastic ? words : NULL, n, &how);
     }
     return PYOPS_OK;
 }
