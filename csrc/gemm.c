@@ -20,10 +20,14 @@ enum { FROM_SUMS = 4, TO_SUMS = 8 };
  * cache-set conflicts.  Tiles at the edge of c go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int is_packed, const float *bias,
                   int64_t mc, int64_t nc, int flags) {
-    const int64_t MR = k->MR, NR = k->NR, kc = t.K, panel = MR * (is_packed ? kc * k->micro.a_step : t.a_row); /* of a */
+    const int64_t NR = k->NR, kc = t.K, tiles = (mc + k->MR - 1) / k->MR;
+    /* Rows of a tile.  A packed a has panels of MR rows; otherwise tiles are about equally high, because few rows have too few
+     * sums to hide the latency of one: 16 rows are 8 and 8, not 14 and 2. */
+    const int64_t MR = is_packed ? k->MR : (mc + tiles - 1) / tiles;
+    const int64_t panel = MR * (is_packed ? kc * k->micro.a_step : t.a_row); /* of a */
     const float *const a = t.a, *const b = t.b;
     /* floats of the next panel of b that a tile prefetches, in all and per step of K */
-    const int64_t share = NR * kc * MR / pyops_round_up(mc, MR), far = (share + kc - 1) / kc;
+    const int64_t share = NR * kc / tiles, far = (share + kc - 1) / kc;
     float edge[32 * 32], edge_bias[32];
     t.relu = flags & PYOPS_RELU;
     for (int64_t j = 0; j < nc; j += NR) {

@@ -119,10 +119,10 @@ typedef struct {
     ROW(void,   gru_back_reset_after,  (float *dgates, const float *gates, int64_t H)) \
     ROW(void,   gru_back_reset_before, (float *dgates, float *dh, const float *gates, const float *h_prev, int64_t H)) \
     ROW(void,   lstm,         (float *h, float *c, float *gates, const float *a, const float *c_prev, int64_t H)) \
-    ROW(void,   lstm_back,    (float *dgates, float *dc, const float *dh, const float *gates, const float *c, \
-                               const float *c_prev, int64_t H)) \
+    ROW(void,   lstm_back,    (float *dgates, float *dc, const float *dh, const float *dy, const float *dy_c, \
+                               const float *gates, const float *c, const float *c_prev, int64_t H)) \
     ROW(void,   rnn,          (float *h, const float *a, int64_t H, int relu)) \
-    ROW(void,   rnn_back,     (float *da, const float *dh, const float *h, int64_t H, int relu)) \
+    ROW(void,   rnn_back,     (float *da, const float *dh, const float *dy, const float *h, int64_t H, int relu)) \
     /* c (M,N), rows ldc apart, (+)= sum_k a[m,k] b[k,n]: a with any strides, b with rows ldb apart, nothing packed */ \
     ROW(void,   direct,       (float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc, \
                                int64_t a_row, int64_t a_col, int64_t ldb, int add)) \

@@ -151,13 +151,12 @@ pyops_status pyops_rnn_backward(float *dx, float *dh0, float *dc0, float *dw_ih,
             for (int64_t i = 0; i < rows; i++) {
                 const int64_t v = at.from + i, r = index[i], b = sequence[i];
                 float *d = ours + v * GH, *dh_i = dh + i * H, *dc_b = dc + b * H;
-                k->add(dh_i, dy + r * H, H);
+                const float *dy_i = dy + r * H;
                 if (is_lstm) {
                     const float *c_prev = t ? c + (r - B) * H : c0 ? c0 + b * H : zeros;
-                    k->add(dc_b, dc_all + r * H, H);
-                    k->lstm_back(d, dc_b, dh_i, gates + r * GH, c + r * H, c_prev, H);
+                    k->lstm_back(d, dc_b, dh_i, dy_i, dc_all + r * H, gates + r * GH, c + r * H, c_prev, H);
                 } else {
-                    k->rnn_back(d, dh_i, y + r * H, H, cell == PYOPS_CELL_RELU);
+                    k->rnn_back(d, dh_i, dy_i, y + r * H, H, cell == PYOPS_CELL_RELU);
                 }
                 if (moves_h) pyops_copy(work + l.h + v * H, t ? y + (r - B) * H : h0 ? h0 + b * H : zeros, H);
                 if (p.whole) continue;

@@ -75,11 +75,11 @@ class _Recurrent:
         note_product(self, STATE_FWD, 'hh', weight=self.w_hh, bias=self.b_hh, steps=True)
         return y, self.Ctx(x, h0, c0, lengths, y, gates)
 
-    def _backward(self, name: str, dy: Array, ctx: Ctx) -> tuple[Array, Array | None, Array | None]:
+    def _backward(self, name: str, dy: Array, ctx: Ctx, want_dx: bool) -> tuple[Array | None, Array | None, Array | None]:
         """Return dx, dh0 and dc0."""
         (T, B, I), H = ctx.x.shape, self.w_hh.value.shape[1]
         check(name, dy, ctx.y.shape)
-        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx')
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx') if want_dx else None
         dh0, dc0 = (None if state is None else empty_gradient((B, H), f'{self.name}.d{which}')
                     for which, state in (('h0', ctx.h0), ('c0', ctx.c0)))
         dgates = empty_gradient((T, B, self.GATES * H), f'{self.name}.dgates')
@@ -87,7 +87,8 @@ class _Recurrent:
         launch('rnn_backward', dx, dh0, dc0, self.w_ih.grad, self.w_hh.grad, db_ih, db_hh, dgates, dy, ctx.x, ctx.h0, ctx.c0,
                ctx.lengths, self.w_ih.value, self.w_hh.value, ctx.y, ctx.gates,
                work('rnn_backward', T, B, I, H, self.cell), T, B, I, H, self.cell)
-        note_product(self, INPUT_DGRAD, 'ih', weight=self.w_ih)
+        if want_dx:
+            note_product(self, INPUT_DGRAD, 'ih', weight=self.w_ih)
         note_product(self, STATE_DGRAD, 'hh', weight=self.w_hh)
         return dx, dh0, dc0
 
@@ -121,9 +122,10 @@ class LSTM(_Recurrent):
                 lengths: Array | None = None) -> tuple[Array, _Recurrent.Ctx]:
         return self._forward(x, (h0, c0), lengths)
 
-    def backward(self, dy: Array, ctx: _Recurrent.Ctx) -> tuple[Array, Array | None, Array | None]:
-        """Return dx, dh0 and dc0, None for a state that forward did not have."""
-        return self._backward('dy', dy, ctx)
+    def backward(self, dy: Array, ctx: _Recurrent.Ctx,
+                 want_dx: bool = True) -> tuple[Array | None, Array | None, Array | None]:
+        """Return dx (None with want_dx=False), dh0 and dc0, None for a state that forward did not have."""
+        return self._backward('dy', dy, ctx, want_dx)
 
     @staticmethod
     def reference(x: np.ndarray, h0: np.ndarray | None = None, c0: np.ndarray | None = None, lengths: np.ndarray | None = None,
@@ -172,9 +174,9 @@ class RNN(_Recurrent):
     def forward(self, x: Array, h0: Array | None = None, lengths: Array | None = None) -> tuple[Array, _Recurrent.Ctx]:
         return self._forward(x, (h0,), lengths)
 
-    def backward(self, dh: Array, ctx: _Recurrent.Ctx) -> tuple[Array, Array | None]:
-        """Return dx and dh0 (None if forward had no h0)."""
-        return self._backward('dh', dh, ctx)[:2]
+    def backward(self, dh: Array, ctx: _Recurrent.Ctx, want_dx: bool = True) -> tuple[Array | None, Array | None]:
+        """Return dx (None with want_dx=False) and dh0 (None if forward had no h0)."""
+        return self._backward('dh', dh, ctx, want_dx)[:2]
 
     @staticmethod
     def reference(x: np.ndarray, h0: np.ndarray | None = None, lengths: np.ndarray | None = None, *, w_ih: np.ndarray,

@@ -16,7 +16,7 @@ import pyops
 from pyops import backend, ndarray
 from pyops import functional as F
 from pyops.autograd import Node, Tensor, apply, backward, enable_grad, grad, is_grad_enabled, no_grad
-from pyops.ops import GRU, Dropout, Linear, Residual
+from pyops.ops import GRU, LSTM, Dropout, Linear, Residual
 from pyops.ops.array import ArrayOp
 from pyops.ops.elementwise import Exp, Multiply
 
@@ -292,6 +292,24 @@ class TestKernels:
         F.linear(Tensor(np.ones((2, 3))), leaf(4, 3)).sum().backward()
         F.linear(leaf(2, 3), leaf(4, 3)).sum().backward()
         assert asked in ([False, True], [True, True]) and asked[1]
+
+    def test_the_first_recurrent_layer_does_not_compute_the_gradient_of_the_data(self, monkeypatch):
+        asked, w, x = [], {}, np.random.default_rng(0).standard_normal((3, 2, 4), 'f')
+        for name, shape in (('w_ih', (20, 4)), ('w_hh', (20, 5)), ('b_ih', (20,)), ('b_hh', (20,))):
+            w[name] = leaf(*shape)
+        plain = LSTM.backward
+        monkeypatch.setattr(LSTM, 'backward', lambda self, dy, ctx, want_dx=True:
+                            (asked.append(want_dx), plain(self, dy, ctx, want_dx))[1])
+        found = []
+        for data in Tensor(x), Tensor(x, requires_grad=True):
+            h, c = F.lstm(data, None, None, **w)
+            (h.sum() + (c * c).sum()).backward()
+            found.append([p.grad.numpy().copy() for p in w.values()])
+            for p in w.values():
+                p.grad = None
+        assert asked == [False, True] and data.grad.shape == x.shape
+        for without, with_dx in zip(*found, strict=True):
+            np.testing.assert_array_equal(without, with_dx)
 
     def test_gradients_add_to_the_buffer_of_grad_without_a_second_pass(self):
         x, w = Tensor(np.ones((2, 3))), leaf(4, 3)
