@@ -87,6 +87,25 @@ static inline __attribute__((always_inline)) void every(float *restrict to, cons
     for (int64_t j = 0; j < n; j++) to[j] = from[j * step];
 }
 
+enum { SPLIT = 4 };                     /* the largest stride of split_plane */
+
+/* All phases (H,W) of a plane of x, whose rows are read once.  plane_at: where they are stored.  The step between columns is a
+ * constant, so that the compiler can use vectors. */
+static inline __attribute__((always_inline)) void split_plane(float *phases, const float *restrict x,
+                                                              int64_t plane_at[SPLIT][SPLIT], int64_t H, int64_t W,
+                                                              int64_t step_h, const int64_t step) {
+    for (int64_t i = 0; i < H; i++)
+        for (int64_t top = 0; top < step_h; top++, x += W * step) {
+            float *restrict const a = phases + plane_at[top][0] + i * W, *restrict const b = phases + plane_at[top][1] + i * W;
+            if (step == 2) {
+                for (int64_t j = 0; j < W; j++) a[j] = x[2 * j], b[j] = x[2 * j + 1];
+                continue;
+            }
+            float *restrict const c = phases + plane_at[top][2] + i * W, *restrict const d = phases + plane_at[top][3] + i * W;
+            for (int64_t j = 0; j < W; j++) a[j] = x[4 * j], b[j] = x[4 * j + 1], c[j] = x[4 * j + 2], d[j] = x[4 * j + 3];
+        }
+}
+
 /* Windows of x for stride 1; with strides, split x into `phases` and set the planes of the taps. */
 static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps, const filter_place *places, int64_t T,
                                   const pyops_conv2d *s) {
@@ -95,22 +114,30 @@ static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps
     pyops_windows w = {
         .source = x, .H = H, .W = W, .grid_h = s->Ho, .grid_w = s->Wo, .columns = s->N * s->Ho * s->Wo, .T = T, .taps = taps};
     if (is_strided(s)) {
+        int64_t plane_at[SPLIT][SPLIT];
+        const int is_even = pyops_max(s->stride_h, s->stride_w) <= SPLIT && (s->stride_w == 2 || s->stride_w == 4) &&
+            s->H % s->stride_h == 0 && s->W % s->stride_w == 0;
         count = 0;
         for (int64_t t = 0; t < T; t++) {
             int64_t same = 0;
             while (same < t && (places[same].row_phase != places[t].row_phase || places[same].col_phase != places[t].col_phase))
                 same++;
             taps[t].plane = same < t ? taps[same].plane : count++ * H * W;
+            if (is_even) plane_at[places[t].row_phase][places[t].col_phase] = taps[t].plane;
         }
+        const int all = is_even && count == s->stride_h * s->stride_w;
         /* all phases of a channel at a time, so that it is read from memory once */
         #pragma omp parallel for schedule(static) if (s->N * s->C * H * W > PYOPS_SHARE_FLOATS)
-        for (int64_t c = 0; c < s->N * s->C; c++)
-            for (int64_t t = 0, done = 0; t < T; t++) {
+        for (int64_t c = 0; c < s->N * s->C; c++) {
+            float *const own = phases + c * count * H * W;
+            if (all && s->stride_w == 2) split_plane(own, x + c * s->H * s->W, plane_at, H, W, s->stride_h, 2);
+            else if (all) split_plane(own, x + c * s->H * s->W, plane_at, H, W, s->stride_h, 4);
+            for (int64_t t = 0, done = 0; t < (all ? 0 : T); t++) {
                 if (taps[t].plane != done * H * W) continue;
                 const int64_t top = places[t].row_phase, left = places[t].col_phase;
                 const int64_t rows = pyops_min(H, ceil_div(s->H - top, s->stride_h));
                 const int64_t cols = pyops_min(W, ceil_div(s->W - left, s->stride_w));
-                float *to = phases + (c * count + done++) * H * W;
+                float *to = own + done++ * H * W;
                 const float *from = x + (c * s->H + top) * s->W + left;
                 for (int64_t i = 0; i < rows; i++, to += W, from += s->stride_h * s->W) {
                     if (s->stride_w == 2) every(to, from, cols, 2);
@@ -120,6 +147,7 @@ static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps
                 }
                 if (rows < H) memset(to, 0, (size_t)W * sizeof *to);
             }
+        }
         w.source = phases;
     }
     w.channel = count * H * W, w.image = s->C * w.channel, w.size = s->N * w.image;
@@ -200,7 +228,13 @@ static pyops_status correlate(const char *who, planes dst, const float *filters,
             const int64_t p = (q + from) % area;
             float *const to = dst.p + (q + from) / area * dst.image + m * dst.plane + p;
             run = pyops_min(area - p, n - from);
-            for (int64_t r = 0; r < rows; r++) pyops_copy(to + r * dst.plane, c + r * ldc + from, run);
+            if (run == 4) { /* images of a few positions: a call for each would take longer than its copy */
+                for (int64_t r = 0; r < rows; r++) memcpy(to + r * dst.plane, c + r * ldc + from, 4 * sizeof *to);
+            } else if (run == 1) {
+                for (int64_t r = 0; r < rows; r++) to[r * dst.plane] = c[r * ldc + from];
+            } else {
+                for (int64_t r = 0; r < rows; r++) pyops_copy(to + r * dst.plane, c + r * ldc + from, run);
+            }
         }
     }
     return failed
@@ -392,15 +426,19 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
             status = correlate("conv2d_backward_x", to, filters, NULL, &w, Cg, Og, groups);
         }
         #pragma omp parallel for schedule(static) if (N * C * rows * W > PYOPS_SHARE_FLOATS)
-        for (int64_t i = 0; i < (is_strided(&s) && !status ? N * C * rows : 0); i++)        /* whole rows of dx at a time */
-            for (int64_t left = 0; left < lefts; left++) {
-                const int64_t cols = ceil_div(W - left, stride_w);
-                const float *const from = phase + left * size + i * cols;
-                float *const to = dx + (i / rows * H + i % rows * stride_h + top) * W + left;
-                if (stride_w == 2)
-                    for (int64_t j = 0; j < cols; j++) to[2 * j] = from[j];
-                else
-                    for (int64_t j = 0; j < cols; j++) to[j * stride_w] = from[j];
+        for (int64_t c = 0; c < (is_strided(&s) && !status ? N * C : 0); c++)
+            for (int64_t i = 0; i < rows; i++) {                /* whole rows of dx at a time */
+                float *restrict const to = dx + (c * H + i * stride_h + top) * W;
+                if (stride_w == 2 && W % 2 == 0) {
+                    const float *restrict const even = phase + (c * rows + i) * (W / 2), *restrict const odd = even + size;
+                    for (int64_t j = 0; j < W / 2; j++) to[2 * j] = even[j], to[2 * j + 1] = odd[j];
+                    continue;
+                }
+                for (int64_t left = 0; left < lefts; left++) {
+                    const int64_t cols = ceil_div(W - left, stride_w);
+                    const float *const from = phase + left * size + (c * rows + i) * cols;
+                    for (int64_t j = 0; j < cols; j++) to[j * stride_w + left] = from[j];
+                }
             }
     }
     return status;
@@ -511,8 +549,22 @@ static pyops_status add_tiles(float *dweight, const float *dy, const float *x, f
 
 static void add_bias_gradient(float *dbias, const float *dy, int64_t N, int64_t O, int64_t area) {
     const pyops_kernels *k = pyops_active();
+    /* Images of a few positions: first the sums of each position over the batch, some channels at a time. */
+    enum { COLUMNS = 256, FEW_POSITIONS = 32 };
+    const int64_t channels = pyops_max(COLUMNS / area, 1);
     #pragma omp parallel for schedule(static) if (N * O * area > PYOPS_SHARE_FLOATS)
-    for (int64_t o = 0; o < O; o++) {
+    for (int64_t o = 0; o < (area <= FEW_POSITIONS ? O : 0); o += channels) {
+        const int64_t some = pyops_min(channels, O - o);
+        float sums[COLUMNS] = {0};
+        for (int64_t n = 0; n < N; n++) k->add(sums, dy + (n * O + o) * area, some * area);
+        for (int64_t c = 0; c < some; c++) {
+            float sum = 0.0f;
+            for (int64_t i = 0; i < area; i++) sum += sums[c * area + i];
+            dbias[o + c] += sum;
+        }
+    }
+    #pragma omp parallel for schedule(static) if (N * O * area > PYOPS_SHARE_FLOATS)
+    for (int64_t o = 0; o < (area > FEW_POSITIONS ? O : 0); o++) {
         float sum = 0.0f;
         for (int64_t n = 0; n < N; n++) sum += k->sum_shifted(dy + (n * O + o) * area, 0.0f, area);
         dbias[o] += sum;

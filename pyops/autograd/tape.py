@@ -7,6 +7,7 @@ gradient, the method `backward_on_tensors`.
 """
 from __future__ import annotations
 
+import functools
 import itertools
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -307,13 +308,19 @@ def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:
         if isinstance(first, Recorded):
             break
     else:
-        return KernelCall(op, constants)
+        return KernelCall(op, constants) if constants or not isinstance(op, type) else _plain_call(op)
     kernel = first._calls.get(op)
     if kernel is None or not kernel.fits(constants):
         kernel = KernelCall(op, constants)
         if kernel.entries is not None:
             first._calls[op] = kernel           # type: ignore[index]  # a Parameter's are a dict
     return kernel
+
+
+@functools.lru_cache(256)
+def _plain_call(op: Any) -> KernelCall:
+    """Return the KernelCall of an op class without parameters and settings, such as ReLU: it is the same for all layers."""
+    return KernelCall(op, {})
 
 
 def kernel_array(x: NDArray, device: Device) -> Any:

@@ -337,8 +337,8 @@ class _BatchNorm(KernelLayer):
         return super().forward_arrays(x)
 
     def _check(self, x: Any) -> None:
-        if np.ndim(x) not in self.dimensions:
-            raise ValueError(f'x: expected {" or ".join(map(str, self.dimensions))} axes, got shape {np.shape(x)}')
+        if len(x.shape) not in self.dimensions:
+            raise ValueError(f'x: expected {" or ".join(map(str, self.dimensions))} axes, got shape {x.shape}')
 
     def settings(self) -> str:
         return f'{self.features}'

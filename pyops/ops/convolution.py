@@ -6,6 +6,7 @@ All three are linear in each factor, y in x and in weight, so the gradients of a
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,18 +90,7 @@ class _Convolution:
 
     def shapes(self, x: tuple[int, ...], weight: tuple[int, ...]) -> Shapes:
         """Return the sizes for x (N, C, H, W) and weight (O, C / groups, kh, kw).  ValueError if no window fits."""
-        (_, _, H, W), (O, _, *window) = x, weight
-        padding: Sequence[int]
-        places: Sequence[int]
-        if self.padding == 'same':
-            places, padding = (H, W), [d * (k - 1) // 2 for k, d in zip(window, self.dilation, strict=True)]
-        else:
-            padding = (0, 0) if self.padding == 'valid' else self.padding
-            places = [*map(positions, (H, W), window, self.stride, padding, self.dilation)]
-        if min(places) < 1:
-            raise ValueError(f'conv2d: a window of {tuple(window)} with dilation {self.dilation} does not fit into {(H, W)} '
-                             f'with padding {tuple(padding)}')
-        return Shapes._make((*x, O, *places, *window, *self.stride, *padding, *self.dilation, self.groups))
+        return _shapes(x, weight, self.stride, self.padding, self.dilation, self.groups)
 
     def settings(self) -> dict[str, Any]:
         return dict(stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups)
@@ -108,6 +98,21 @@ class _Convolution:
     def check_groups(self, name: str, channels: int) -> None:
         if channels % self.groups:
             raise ValueError(f'groups: expected a divisor of the {channels} channels of {name}, got {self.groups}')
+
+
+@functools.lru_cache(1024)
+def _shapes(x: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, int], padding: str | tuple[int, int],
+            dilation: tuple[int, int], groups: int) -> Shapes:
+    (_, _, H, W), (O, _, *window) = x, weight
+    if padding == 'same':
+        places, zeros = [H, W], [d * (k - 1) // 2 for k, d in zip(window, dilation, strict=True)]
+    else:
+        zeros = [0, 0] if isinstance(padding, str) else [*padding]
+        places = [*map(positions, (H, W), window, stride, zeros, dilation)]
+    if min(places) < 1:
+        raise ValueError(f'conv2d: a window of {tuple(window)} with dilation {dilation} does not fit into {(H, W)} '
+                         f'with padding {tuple(zeros)}')
+    return Shapes._make((*x, O, *places, *window, *stride, *zeros, *dilation, groups))
 
 
 def _taps(s: Shapes, x: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
