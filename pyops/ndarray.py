@@ -20,7 +20,7 @@ import numpy as np
 
 from pyops import backend
 from pyops.backend import row_major, small
-from pyops.backend.arrays import Array
+from pyops.backend.arrays import MAX_AXES, Array
 from pyops.backend.device import DLPACK_CUDA, Buffer
 from pyops.backend.numpy_device import Numpy
 from pyops.environment import backend_name
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from pyops.typing import Axis, Index, Numbers, Shape
 
 FLOAT, INT, DOUBLE, BOOL = (np.dtype(kind) for kind in (np.float32, np.int32, np.float64, np.bool_))
-MAX_AXES = 8
 _INT_RANGE = range(-2**31, 2**31)
 _NUMBERS, _FLOATS = (int, float, np.integer, np.floating, np.bool_), (float, np.floating)
 _COMPARISONS = frozenset(('equal', 'not_equal', 'less', 'less_equal', 'greater', 'greater_equal'))
@@ -359,11 +358,14 @@ class NDArray(Array, Methods):
         """Return a view for integers, slices, Ellipsis and None; a copy for an index with arrays or lists of integers, masks or
         bools, as numpy's."""
         if is_advanced(index):
-            return gathered(self, plain_index(index))
+            y = _small_take(self, index)
+            return gathered(self, plain_index(index)) if y is None else y
         offset, shape, strides = self._select(index)
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
     def _select(self, index: Index) -> tuple[int, Shape, Shape]:
+        if type(index) is int and self.shape:
+            return self.offset + self._position(index, 0) * self.strides[0], self.shape[1:], self.strides[1:]
         items = index if type(index) is tuple else (index,)
         offset, shape, strides, axis = self.offset, [], [], 0
         wanted = sum([item is not None and item is not Ellipsis for item in items])
@@ -860,7 +862,8 @@ _SMALL_UNARY = {op: small.unary(NDArray, op) for op in ('copy', 'negate', 'abs',
                                                         'floor', 'sin', 'cos')}
 _SMALL_REDUCE = {op: small.reduce(NDArray, op) for op in ('sum', 'max', 'min')}
 _small_convert, _small_matmul, _small_where = small.convert(NDArray), small.matmul(NDArray), small.where(NDArray)
-_small_argmax, _small_assign = small.argmax(NDArray), small.in_place('copy')
+_small_argmax, _small_assign, _small_take = small.argmax(NDArray), small.in_place('copy'), small.take(NDArray)
+_small_concatenate, _small_stack = small.join(NDArray, False), small.join(NDArray, True)
 
 
 def _operators() -> None:
@@ -1202,6 +1205,9 @@ def array(obj: Numbers, dtype: DTypeLike | None = None, device: Device | None = 
         for value in (int(found.min()), int(found.max())):
             _int32(value)
     shape = _checked(found.shape)
+    y = _small_from_numpy(found, dtype, device)
+    if y is not None:
+        return _as_mask(y) if is_mask else y
     # Constants are never allocated in a plan's memory: a replay would not write them again.
     memory = backend.HOST.zeros(shape, dtype)
     with np.errstate(invalid='ignore', over='ignore'):
@@ -1215,12 +1221,22 @@ def empty(shape: Shape | int, dtype: DTypeLike = FLOAT, device: Device | None = 
     return _new(_shape_of(shape), _dtype(dtype), device or default_device(), 'empty')
 
 
+def _kind_of(number: type, dtype: DTypeLike | None) -> tuple[np.dtype, bool]:
+    """Return the dtype of an array filled with numbers of this type, and whether it is a mask."""
+    is_mask = dtype is None and issubclass(number, bool | np.bool_) or _is_bool(dtype)
+    return _dtype(dtype) if dtype is not None else INT if issubclass(number, int | np.integer | np.bool_) else FLOAT, is_mask
+
+
+_small_full, _small_from_numpy = small.full(NDArray, _kind_of), small.from_numpy(NDArray)
+
+
 def full(shape: Shape | int, value: float, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
     """Return a compact array filled with value.  Default dtype: int32 for an int, float32 for a float; a bool gives a mask."""
-    is_mask = dtype is None and isinstance(value, bool | np.bool_)
-    is_mask = is_mask or _is_bool(dtype)
+    filled = _small_full(shape, value, dtype, device)
+    if filled is not None:
+        return filled
+    dtype, is_mask = _kind_of(type(value), dtype)
     value = bool(value) if is_mask else value
-    dtype = _dtype(dtype) if dtype is not None else INT if isinstance(value, int | np.integer | np.bool_) else FLOAT
     y = empty(shape, dtype, device)
     y.fill(value)
     return _as_mask(y) if is_mask else y
@@ -1305,6 +1321,10 @@ def _all_alike(arrays: Iterable[Numbers], who: str) -> tuple[list[NDArray], np.d
 @accepts_torch_names
 def concatenate(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     """Join arrays along an existing axis.  ValueError if their shapes differ in another axis."""
+    arrays = list(arrays)
+    y = _small_concatenate(arrays, axis)
+    if y is not None:
+        return y
     arrays, dtype = _all_alike(arrays, 'concatenate')
     first = arrays[0]
     d, = normal_axes((axis,), first.ndim)
@@ -1322,6 +1342,10 @@ def concatenate(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
 @accepts_torch_names
 def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     """Join arrays of one shape along a new axis.  ValueError if shapes differ."""
+    arrays = list(arrays)
+    y = _small_stack(arrays, axis)
+    if y is not None:
+        return y
     arrays, dtype = _all_alike(arrays, 'stack')
     first = arrays[0]
     d, = normal_axes((axis,), first.ndim + 1)

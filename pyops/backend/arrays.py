@@ -8,6 +8,7 @@ import math
 import _cffi_backend
 import numpy as np
 
+MAX_AXES = 8        # of an NDArray
 ALIGN = 64          # bytes: a vector that crosses two cache lines costs two accesses
 # The dtype of bfloat16 arrays, which only a GPU has.  NumPy has no bfloat16: this is a 2-byte dtype without arithmetic.
 BF16 = np.dtype([('bfloat16', np.uint16)])

@@ -15,14 +15,21 @@ from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations, layou
 from pyops.backend.pool import LEAST, Pool
 
 _ffi = _cffi_backend.FFI()
-_ADDRESS, _CData, _BYTE = _ffi.typeof('intptr_t'), _ffi.CData, np.dtype(np.uint8)
+_ADDRESS, _FLOATS, _CData, _BYTE = _ffi.typeof('intptr_t'), _ffi.typeof('float *'), _ffi.CData, np.dtype(np.uint8)
 _cast, _from_buffer = _ffi.cast, _ffi.from_buffer
 NULL, SMALL = _ffi.NULL, 8192       # SMALL: the most bytes of a SmallBuffer
 # dtypes of NDArrays -> the C types of pointers to them
 KINDS = {FLOAT: _ffi.typeof('float[]'), INT: _ffi.typeof('int32_t[]'), DOUBLE: _ffi.typeof('double[]')}
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
-# small_memory(kind, n): a pointer to n new elements, which owns them
-small_memory, _new_object = _ffi.new_allocator(should_clear_after_alloc=False), object.__new__
+# small_memory(kind, n): a pointer to n new elements, which owns them;  zeroed_memory: to zeros
+small_memory, zeroed_memory = _ffi.new_allocator(should_clear_after_alloc=False), _ffi.new_allocator()
+# buffer_over(pointer): Python's buffer over the elements;  unpacked(pointer, n): n of them as a list
+buffer_over, unpacked, _new_object = _ffi.buffer, _ffi.unpack, object.__new__
+
+
+def as_floats(pointer):
+    """Return a pointer of another type as a pointer to float32."""
+    return _cast(_FLOATS, pointer)
 
 
 def aligned(make, shape, dtype):

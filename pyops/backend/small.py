@@ -13,12 +13,25 @@ import math
 import numpy as np
 
 from pyops.backend import library, state
-from pyops.backend.arrays import row_major
-from pyops.backend.host import HOST, KINDS, NULL, SMALL, small_buffer, small_memory
+from pyops.backend.arrays import MAX_AXES, row_major
+from pyops.backend.host import (
+    HOST,
+    KINDS,
+    NULL,
+    SMALL,
+    as_floats,
+    buffer_over,
+    small_buffer,
+    small_memory,
+    unpacked,
+    zeroed_memory,
+)
 from pyops.backend.operations import CONVERSIONS, DOUBLE, FLOAT, INT, layout
 
 MOST_CALLS = 4096       # prepared calls of an operation
+MOST_ROWS = 1024        # rows of an index, which is read in Python
 PYTHON_NUMBERS = frozenset((float, int))
+_FILLS = PYTHON_NUMBERS | {bool}
 _ON_INT = frozenset(('copy', 'negate', 'abs'))          # unary operations that int32 has, too
 _KEEP_MASKS = frozenset(('copy', 'abs', 'max', 'min'))  # of one array: the result of a mask is a mask
 _new_object = object.__new__
@@ -63,15 +76,40 @@ def _broadcast(*shapes):
         return None
 
 
+def _conversion(x, dtype):
+    """Return (function, kind of pointer, number of elements, further arguments) that converts x to a compact array of another
+    dtype."""
+    function = getattr(library.cpu().lib, f'pyops_{CONVERSIONS[dtype, x.dtype]}')
+    return function, KINDS[dtype], math.prod(x.shape), (*layout(x.shape, x.shape, row_major(x.shape), x.shape, x.strides), NULL)
+
+
+def _converted(conversion, pointer):
+    """Run a conversion.  Return the pointer to the result, which owns its memory."""
+    function, kind, count, arguments = conversion
+    result = small_memory(kind, count)
+    status = function(result, pointer, *arguments)
+    if status:
+        HOST.check(status)
+    return result
+
+
 def binary(array_type, op, compares, may_be_mask):
     """Return f(a, b).  compares: the result is a mask;  may_be_mask: the general path decides that if both operands are."""
     calls = {}
 
     def prepared(a, b):
-        shape = _common_shape(a, b, op)
-        memory = None if shape is None else _memory_of(shape, a.dtype)
-        return memory and (HOST.function('strided_binary', a.dtype), *memory, HOST.numbers[op],
-                           *layout(shape, shape, row_major(shape), a.shape, a.strides, b.shape, b.strides))
+        shape = _broadcast(a.shape, b.shape)
+        if shape is None or a.dtype not in KINDS or b.dtype not in KINDS:
+            return None
+        found = {a.dtype, b.dtype}
+        dtype = DOUBLE if DOUBLE in found else FLOAT if FLOAT in found or op == 'divide' else INT
+        memory = _memory_of(shape, dtype)
+        if memory is None:
+            return None
+        conversions = [None if x.dtype is dtype else _conversion(x, dtype) for x in (a, b)]
+        operands = [part for x in (a, b) for part in (x.shape, x.strides if x.dtype is dtype else row_major(x.shape))]
+        return (HOST.function('strided_binary', dtype), *memory, HOST.numbers[op],
+                *layout(shape, shape, row_major(shape), *operands), conversions if any(conversions) else None)
 
     def run(a, b):
         left, right = a.buffer, b.buffer
@@ -85,11 +123,15 @@ def binary(array_type, op, compares, may_be_mask):
             return None
         if may_be_mask and left.mask is not None and right.mask is not None:
             return None
-        function, kind, count, nbytes, shape, strides, dtype, number, c_shape, c_strides, ndim = call
+        function, kind, count, nbytes, shape, strides, dtype, number, c_shape, c_strides, ndim, conversions = call
         pointer = small_memory(kind, count)
         try:
-            status = function(pointer, left.pointer + a.offset if a.offset else left.pointer,
-                              right.pointer + b.offset if b.offset else right.pointer, c_shape, c_strides, ndim, number, NULL)
+            first = left.pointer + a.offset if a.offset else left.pointer
+            second = right.pointer + b.offset if b.offset else right.pointer
+            if conversions is not None:
+                first = first if conversions[0] is None else _converted(conversions[0], first)
+                second = second if conversions[1] is None else _converted(conversions[1], second)
+            status = function(pointer, first, second, c_shape, c_strides, ndim, number, NULL)
         except TypeError:               # the pointer of freed memory is None
             return None
         if status:
@@ -105,41 +147,46 @@ def scalar(array_type, op, compares):
     """Return f(x, value, reflected) for a Python number."""
     calls = {}
 
-    def prepared(x, reflected):
-        if x.dtype not in KINDS or (op == 'divide' and x.dtype is INT):
+    def prepared(x, is_float, reflected):
+        if x.dtype not in KINDS:
             return None
-        memory = _memory_of(x.shape, x.dtype)
+        dtype = FLOAT if x.dtype is INT and (is_float or op == 'divide') else x.dtype
+        memory = _memory_of(x.shape, dtype)
         if memory is None:
             return None
-        x_layout, number = (x.shape, x.strides), ((), ())
-        if x.dtype is not DOUBLE:
+        conversion = None if dtype is x.dtype else _conversion(x, dtype)
+        x_layout, number = (x.shape, x.strides if conversion is None else memory[4]), ((), ())
+        if dtype is not DOUBLE:
             where, family = layout(x.shape, x.shape, memory[4], *x_layout), 'strided_scalar'
         else:                           # kernels for float64 take no scalars
             order = (number, x_layout) if reflected else (x_layout, number)
             where, family = layout(x.shape, x.shape, memory[4], *order[0], *order[1]), 'strided_binary'
-        return HOST.function(family, x.dtype), *memory, HOST.numbers[op], *where
+        return HOST.function(family, dtype), *memory, HOST.numbers[op], *where, conversion
 
     def run(x, value, reflected):
         buffer = x.buffer
         if value.__class__ not in PYTHON_NUMBERS or buffer.device is not HOST or state.hooked_thread is not None:
             return None
-        key = x.shape, x.strides, x.dtype, reflected
+        is_float = value.__class__ is float
+        key = x.shape, x.strides, x.dtype, is_float, reflected
         call = calls.get(key, False)
         if call is False:
-            call = _remember(calls, key, prepared(x, reflected))
+            call = _remember(calls, key, prepared(x, is_float, reflected))
         if call is None:
             return None
-        function, kind, count, nbytes, shape, strides, dtype, number, c_shape, c_strides, ndim = call
+        function, kind, count, nbytes, shape, strides, dtype, number, c_shape, c_strides, ndim, conversion = call
         pointer = small_memory(kind, count)
         try:
             at = buffer.pointer + x.offset
+            if conversion is not None:
+                at = _converted(conversion, at)
             if dtype is not DOUBLE:
                 status = function(pointer, at, c_shape, c_strides, ndim, number, reflected, value, NULL)
             else:
                 one = small_memory(kind, (value,))
                 status = function(pointer, one if reflected else at, at if reflected else one, c_shape, c_strides, ndim, number,
                                   NULL)
-        except (TypeError, OverflowError):      # freed memory, a float and int32, an integer outside int32
+        except (TypeError, OverflowError):      # freed memory, an integer outside int32
             return None
         if status:
             HOST.check(status)
@@ -360,3 +407,189 @@ def argmax(array_type):
         function = library.cpu().lib.pyops_argmax if x.dtype is FLOAT else library.cpu().lib.pyops_argmax_double
         return memory and (function, *memory, (n // columns, columns, NULL))
     return _of_one_array(array_type, prepared, 'argmax')
+
+
+def full(array_type, kind_of):
+    """Return f(shape, value, dtype, device) for a shape of ints and a Python number or bool.
+
+    kind_of(type of the value, dtype): the dtype of the array, and whether it is a mask.
+    """
+    calls = {}
+
+    def prepared(shape, number, given):
+        dtype, is_mask = kind_of(number, given)
+        memory = _memory_of(shape, dtype) if len(shape) <= MAX_AXES and min(shape, default=0) >= 0 else None
+        if memory is None or (dtype is INT and number is float):
+            return None
+        fill = None if dtype is DOUBLE else HOST.function('strided_fill', dtype)
+        return is_mask, fill, *memory, layout(shape, shape, memory[4])
+
+    def run(shape, value, dtype, device):
+        number, shape = value.__class__, (shape,) if shape.__class__ is int else shape
+        if (number not in _FILLS or shape.__class__ is not tuple or state.hooked_thread is not None
+                or device is not HOST and (device is not None or state.device is not HOST)):
+            return None
+        for n in shape:                 # 2.0 equals 2, and is refused
+            if n.__class__ is not int:
+                return None
+        key = shape, number, dtype
+        try:
+            call = calls.get(key, False)
+        except TypeError:               # a dtype without a hash
+            return None
+        if call is False:
+            call = _remember(calls, key, prepared(*key))
+        if call is None:
+            return None
+        is_mask, fill, kind, count, nbytes, shape, strides, dtype, where = call
+        if value.__class__ is int and not value:
+            pointer = zeroed_memory(kind, count)
+        elif fill is None:
+            pointer = small_memory(kind, [float(value)] * count)
+        else:
+            pointer = small_memory(kind, count)
+            try:
+                status = fill(pointer, *where, bool(value) if is_mask else value, NULL)
+            except OverflowError:       # an integer outside int32
+                return None
+            if status:
+                HOST.check(status)
+        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        if is_mask:
+            y.buffer.mask = 0
+        return y
+    return run
+
+
+def from_numpy(array_type):
+    """Return f(found, dtype, device), which copies a numpy array."""
+    def run(found, dtype, device):
+        count = found.size
+        nbytes = count * dtype.itemsize
+        if (not 0 < nbytes <= SMALL or found.ndim > MAX_AXES or state.hooked_thread is not None
+                or device is not HOST and (device is not None or state.device is not HOST)):
+            return None
+        shape, pointer = found.shape, small_memory(KINDS[dtype], count)
+        view = np.ndarray(shape, dtype, buffer_over(pointer))
+        if found.dtype is dtype or found.dtype.kind != 'f':
+            view[...] = found
+        else:
+            with np.errstate(invalid='ignore', over='ignore'):
+                view[...] = found
+        return _result(array_type, pointer, nbytes, shape, row_major(shape), dtype)
+    return run
+
+
+def join(array_type, is_new):
+    """Return f(arrays, axis) for a list of arrays of one dtype.  is_new: they are joined along a new axis."""
+    calls = {}
+
+    def prepared(arrays, axis):
+        first = arrays[0]
+        axis += (len(first.shape) + is_new) * (axis < 0)
+        shapes = [x.shape[:axis] + x.shape[axis if is_new else axis + 1:] for x in arrays]
+        if (any([x.dtype is not first.dtype or len(x.shape) != len(first.shape) for x in arrays]) or first.dtype not in KINDS
+                or not 0 <= axis < len(first.shape) + is_new <= MAX_AXES or any([shape != shapes[0] for shape in shapes])):
+            return None
+        sizes = [1 if is_new else x.shape[axis] for x in arrays]
+        memory = _memory_of((*shapes[0][:axis], sum(sizes), *shapes[0][axis:]), first.dtype)
+        if memory is None:
+            return None
+        strides, number = memory[4], HOST.numbers['copy']
+        own = strides[:axis] + strides[axis + 1:] if is_new else strides
+        parts = [(i, sum(sizes[:i]) * strides[axis], (*layout(x.shape, x.shape, own, x.shape, x.strides), number, NULL))
+                 for i, x in enumerate(arrays) if 0 not in x.shape]
+        return HOST.function('strided_unary', first.dtype), *memory, parts
+
+    def run(arrays, axis):
+        if not arrays or axis.__class__ is not int or state.hooked_thread is not None:
+            return None
+        key, are_masks = [axis], True
+        for x in arrays:
+            if x.__class__ is not array_type or x.buffer.device is not HOST:
+                return None
+            are_masks = are_masks and x.buffer.mask == x.buffer.version
+            key += x.shape, x.strides, x.dtype
+        key = tuple(key)
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(arrays, axis))
+        if call is None:
+            return None
+        function, kind, count, nbytes, shape, strides, dtype, parts = call
+        pointer = small_memory(kind, count)
+        try:
+            for i, offset, arguments in parts:
+                x = arrays[i]
+                status = function(pointer + offset, x.buffer.pointer + x.offset, *arguments)
+                if status:
+                    HOST.check(status)
+        except TypeError:               # the pointer of freed memory is None
+            return None
+        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        if are_masks:
+            y.buffer.mask = 0
+        return y
+    return run
+
+
+def take(array_type):
+    """Return f(x, index) for a compact array x and an index of some rows: a list, or an array of one axis, of integers, or a
+    mask of the first axes of x."""
+    def rows_in(index, x):
+        """Return the row numbers in an index, and the number of axes of x that it selects from; None for another index."""
+        if index.__class__ is list:
+            if len(index) > MOST_ROWS or not all([i.__class__ is int for i in index]):
+                return None
+            return index, 1
+        if index.__class__ is np.ndarray:
+            if index.size > MOST_ROWS:
+                return None
+            if index.dtype.kind == 'b':
+                fits = index.ndim and index.shape == x.shape[:index.ndim]
+                return (np.flatnonzero(index).tolist(), index.ndim) if fits else None
+            return (index.tolist(), 1) if index.dtype.kind in 'iu' and index.ndim == 1 else None
+        if index.__class__ is not array_type:
+            return None
+        buffer, count = index.buffer, math.prod(index.shape)
+        if (buffer.device is not HOST or buffer.pointer is None or not index.shape or count > MOST_ROWS
+                or index.strides != row_major(index.shape)):
+            return None
+        if buffer.mask == buffer.version:
+            if index.shape != x.shape[:len(index.shape)]:
+                return None
+            return [i for i, value in enumerate(unpacked(buffer.pointer + index.offset, count)) if value], len(index.shape)
+        if buffer.mask is not None or index.dtype is not INT or len(index.shape) != 1:
+            return None
+        return unpacked(buffer.pointer + index.offset, count), 1
+
+    def run(x, index):
+        buffer = x.buffer
+        if (buffer.device is not HOST or x.dtype not in KINDS or not x.shape or x.strides != row_major(x.shape)
+                or state.hooked_thread is not None):
+            return None
+        found = rows_in(index, x)
+        if found is None:
+            return None
+        rows, axes = found
+        shape = len(rows), *x.shape[axes:]
+        n, count, kind = math.prod(x.shape[:axes]), math.prod(shape), KINDS[x.dtype]
+        nbytes = count * x.dtype.itemsize
+        if not 0 < nbytes <= SMALL:
+            return None
+        if min(rows) < 0:
+            rows = [i + n if i < 0 else i for i in rows]
+        if min(rows) < 0 or max(rows) >= n or buffer.pointer is None:
+            return None
+        pointer, at, words = small_memory(kind, count), buffer.pointer + x.offset, count // len(rows)
+        to = pointer
+        if x.dtype is not FLOAT:        # the kernel copies words of 4 bytes
+            to, at, words = as_floats(pointer), as_floats(at), words * x.dtype.itemsize // 4
+        status = library.cpu().lib.pyops_embedding_forward(to, at, small_memory(KINDS[INT], rows), len(rows), n, words, NULL)
+        if status:
+            HOST.check(status)
+        y = _result(array_type, pointer, nbytes, shape, row_major(shape), x.dtype)
+        if buffer.mask == buffer.version:
+            y.buffer.mask = 0
+        return y
+    return run

@@ -77,7 +77,8 @@ def test_arrays_from_numbers_lists_and_arrays(device):
                        (np.arange(3, dtype='int32'), 'int32'), (np.ones((2, 3), 'f').T, 'float32')):
         a = array(obj)
         same(a, np.asarray(obj, dtype))
-        assert a.device is device and a.is_compact() and a.buffer.address % backend.ALIGN == 0
+        assert a.device is device and a.is_compact()
+    assert array(np.ones(4096, 'f')).buffer.address % backend.ALIGN == 0
     same(array([1.9, -1.9], dtype='int32'), np.array([1, -1], 'int32'))
     same(array(np.arange(3.0), dtype='float32'), np.arange(3, dtype='f'))
     b = array(a)
@@ -968,9 +969,14 @@ def python_calls(run):
 def test_an_operation_on_small_arrays_is_a_few_calls_of_python(device):
     """Speed, without a clock: the general path takes two to six times as many calls."""
     a, b = (array(numbers(3, 4), device=ndarray.cpu()) for _ in range(2))
+    x, ids, mask = numbers(3, 4), array([0, 2, 1, 1], device=ndarray.cpu()), a > 0
     cases = {'a + b': (lambda: a + b, 5), 'a * 2': (lambda: a * 2, 5), 'a > b': (lambda: a > b, 5), '-a': (lambda: -a, 6),
              'a + b[0]': (lambda: a + b[0], 10), 'a.sum(1)': (lambda: a.sum(1), 9), 'a += b': (lambda: a.__iadd__(b), 3),
-             'a @ b.T': (lambda: a @ b.T, 9), 'where': (lambda: ndarray.where(a, b, 0.0), 7), 'exp': (lambda: a.exp(), 6)}
+             'a @ b.T': (lambda: a @ b.T, 9), 'where': (lambda: ndarray.where(a, b, 0.0), 7), 'exp': (lambda: a.exp(), 6),
+             'a + ids': (lambda: a + ids, 8), 'ids / 2': (lambda: ids / 2, 7),
+             'zeros': (lambda: ndarray.zeros((3, 4), device=ndarray.cpu()), 6),
+             'array': (lambda: array(x, device=ndarray.cpu()), 16), 'concatenate': (lambda: concatenate([a, b], 1), 6),
+             'stack': (lambda: stack([a, b]), 6), 'a[[0, 2]]': (lambda: a[[0, 2]], 10), 'a[mask]': (lambda: a[mask], 10)}
     for name, (run, most) in cases.items():
         run()
         assert len(python_calls(run)) <= most, (name, python_calls(run))
@@ -981,7 +987,9 @@ def test_small_operations_on_freed_memory_raise(device):
     operations = (lambda a, b: a + b, lambda a, b: b + a, lambda a, b: a * 2, lambda a, b: -a, lambda a, b: a.sum(),
                   lambda a, b: a @ b, lambda a, b: a.__iadd__(b), lambda a, b: b.__iadd__(a), lambda a, b: a.copy(),
                   lambda a, b: a.astype('int32'), lambda a, b: ndarray.where(b, a, b), lambda a, b: a.argmax(),
-                  lambda a, b: b.__setitem__(..., a))
+                  lambda a, b: b.__setitem__(..., a), lambda a, b: a + array([1, 2, 3]), lambda a, b: array([1, 2, 3]) * a,
+                  lambda a, b: concatenate([b, a]), lambda a, b: stack([a, b]), lambda a, b: a[[0, 2]],
+                  lambda a, b: b[a > 0])
     for run in operations:
         run(array(np.eye(3, dtype='f')), array(np.eye(3, dtype='f')))       # the call is prepared
         a, b = array(np.eye(3, dtype='f')), array(np.eye(3, dtype='f'))
@@ -1034,6 +1042,102 @@ def test_small_operations_keep_the_rules_of_masks():
         assert not mask.is_mask and not mask.copy().is_mask
         np.testing.assert_array_equal(ndarray.where(a > 0, a < 5, a > 7).numpy(), np.where(x > 0, x < 5, x > 7))
         assert ndarray.where(a > 0, a < 5, a > 7).is_mask
+
+
+@pytest.mark.parametrize('kinds', [*itertools.product(('float32', 'int32', 'float64'), repeat=2)], ids='-'.join)
+def test_small_operations_on_two_dtypes(kinds):
+    if 'float64' in kinds and ON_GPU:
+        pytest.skip('float64 arrays are on the CPU only: run the tests without --on gpu or emulated')
+    x, z = (numbers(3, 4, dtype=kind, seed=seed) for seed, kind in enumerate(kinds))
+    z[z == 0] = 1
+    one = np.result_type(*('float32' if kind == 'int32' else kind for kind in kinds))
+    a, b = array(x, x.dtype), array(z, z.dtype)
+    for _ in range(2):                                                      # before and after the call is prepared
+        same(a / b, (x / z).astype(one))
+        same(a[1:, ::2] / b[0, ::2], (x[1:, ::2] / z[0, ::2]).astype(one))
+        same(a.T + b.T, (x.T + z.T).astype('int32' if kinds == ('int32', 'int32') else one))
+        assert (a <= b).is_mask and ((a <= b).numpy() == (x <= z)).all()
+        assert ((a > 0) * (b > 0)).is_mask and not ((a > 0) + (b > 0)).is_mask
+
+
+def test_small_arrays_are_filled():
+    for _ in range(2):
+        for shape in (3, (3,), (2, 0), (), (2, 3, 4), [2, 3], (np.int64(2), 3)):
+            for value, dtype, want in ((0, None, 'i4'), (7, None, 'i4'), (0, 'float32', 'f4'), (-0.0, None, 'f4'),
+                                       (2.5, None, 'f4'), (2.5, 'int32', 'i4'), (True, 'float32', 'f4'),
+                                       (np.float32(0.5), None, 'f4')):
+                got = ndarray.full(shape, value, dtype)
+                same(got, np.full(shape, value, want))
+                assert np.signbit(got.numpy()).all() == np.signbit(np.full(shape, value, want)).all() and not got.is_mask
+            assert ndarray.full(shape, True).is_mask and ndarray.full(shape, 2.0, bool).is_mask
+            np.testing.assert_array_equal(ndarray.full(shape, 2.0, bool).numpy(), np.ones(shape, bool))
+        for shape, error in (((2.0, 3), TypeError), ((-1, 3), ValueError), ((1,) * 9, ValueError)):
+            with pytest.raises(error):
+                ndarray.zeros(shape)
+        with pytest.raises(OverflowError, match='Python integer 4294967296 out of bounds for int32'):
+            ndarray.full((2, 3), 2**32)
+
+
+@of_the_host
+def test_small_arrays_of_float64_are_filled(device):
+    for value in (0, 1, -0.0, 0.1, True):
+        same(ndarray.full((2, 3), value, 'float64'), np.full((2, 3), value, 'f8'))
+
+
+def test_small_arrays_are_copies_of_the_numbers():
+    for _ in range(2):
+        for x in (np.arange(6).reshape(2, 3)[:, ::-1], np.float32(1.5), np.array([1e300, -1e300, np.nan]),
+                  np.ones(3, 'f4')[::2]):
+            dtype = np.float32 if x.dtype.kind == 'f' else np.int32
+            got, before = array(x), np.array(x)
+            with np.errstate(over='ignore'):
+                same(got, x.astype(dtype))
+            got += 1
+            np.testing.assert_array_equal(x, before)
+        assert array([True, False]).is_mask and array([1, 0], bool).is_mask and not array([True, False], 'float32').is_mask
+        with pytest.raises(OverflowError, match='Python integer 4294967296 out of bounds for int32'):
+            array([1, 2**32])
+
+
+def test_small_arrays_are_joined():
+    x, z = numbers(2, 3), numbers(2, 3, seed=1)
+    a, b = array(x), array(z)
+    for _ in range(2):
+        for axis in (0, 1, -1, -2):
+            same(concatenate([a, b], axis), np.concatenate([x, z], axis))
+            same(concatenate([a, b[:, :2].copy()], 1), np.concatenate([x, z[:, :2]], 1))
+            same(concatenate([a.T, b.T[::-1], a.T[:0]], 0), np.concatenate([x.T, z.T[::-1]], 0))
+        for axis in (0, 1, 2, -1, -3):
+            same(stack([a, b[::-1]], axis), np.stack([x, z[::-1]], axis))
+        assert concatenate([a > 0, b > 0]).is_mask and stack([a > 0, b > 0], 1).is_mask
+        assert not concatenate([a > 0, b]).is_mask and concatenate([a, array([[1, 2, 3]])]).dtype == 'float32'
+        for call, error in ((lambda: concatenate([a, b], 2), np.exceptions.AxisError), (lambda: stack([a, b], -4), ValueError),
+                            (lambda: concatenate([a, b], 'x'), TypeError), (lambda: concatenate([]), ValueError),
+                            (lambda: concatenate([a, b[:, :2]]), ValueError), (lambda: stack([a, b.T]), ValueError)):
+            with pytest.raises(error):
+                call()
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'int32', *['float64'] * (not ON_GPU)])
+def test_rows_of_small_arrays(dtype):
+    x = numbers(4, 3, dtype=dtype)
+    a, ids = array(x, dtype), np.array([3, -4, 0, 0])
+    for _ in range(2):
+        for index in (ids, ids.tolist(), ids.astype('i4'), [1], np.array([], 'i8'), [[0, 1], [-1, 2]]):
+            same(a[index], x[index])
+        same(a[1][[0, -1]], x[1][[0, -1]])
+        same(a[array(ids, 'int32')], x[ids])
+        same(a[:, ::-1][array(ids, 'int32')], x[:, ::-1][ids])
+        for mask in (x > 0, x[:, 0] > 0, x > 99, np.ones((4, 3), bool)):
+            same(a[mask], x[mask])
+            same(a[array(mask)], x[mask])
+        same(a[[True, False, True, True]], x[[True, False, True, True]])
+        assert (a > 0)[ids].is_mask and not a[ids].is_mask
+        for index in ([4], [-5], [0, 4, 2**20], np.array([0, -5]), [0.5], np.ones((3, 4), bool), [True, False]):
+            with pytest.raises(IndexError):
+                a[index]
+        with pytest.raises(IndexError, match='it could be a mask or row numbers'):
+            a[-(a > 0)]
 
 
 @pytest.mark.parametrize('device', sorted({*DEVICES} & {'cpu'}), indirect=True)         # the oracle has no kernels to record
