@@ -238,7 +238,18 @@ PYOPS_API pyops_status pyops_strided_reduce(
 PYOPS_API pyops_status pyops_strided_reduce_int32(
     int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
 
-/* The same for double, on the CPU only.  from_ and to_ name the other type of a conversion.
+/* Running sums and products along the second axis of x (outer,n,inner), on the CPU only.
+ * last 0   y[o,i,k] = x[o,0,k] op x[o,1,k] op ... x[o,i,k], y (outer,n,inner);   1   y[o,k] = the last of them, y (outer,inner)
+ * op: PYOPS_OP_ADD or PYOPS_OP_MULTIPLY.   float: in double, rounded when it is stored.   int32: modulo 2^32
+ */
+PYOPS_API pyops_status pyops_cumulate(
+    float *y, const float *x, int64_t outer, int64_t n, int64_t inner, int32_t op, int32_t last, void *stream);
+PYOPS_API pyops_status pyops_cumulate_int32(
+    int32_t *y, const int32_t *x, int64_t outer, int64_t n, int64_t inner, int32_t op, int32_t last, void *stream);
+PYOPS_API pyops_status pyops_cumulate_double(
+    double *y, const double *x, int64_t outer, int64_t n, int64_t inner, int32_t op, int32_t last, void *stream);
+
+/* Operations on strided arrays of double, on the CPU only.  from_ and to_ name the other type of a conversion.
  * matmul   y (shape, M,N) = a (shape, M,K) b (shape, K,N):  strides (3,ndim) of the batch axes as in gemm_batched, in doubles
  * argmax   y[r] = the first index of the largest element of row r; NaN is largest.   x (R,C), C >= 1
  * argsort  y[r,:] = the indices that sort row r: ascending, equal elements in their order, NaN last.   x, y (R,C)

@@ -359,7 +359,10 @@ class NDArray(Array, Methods):
         bools, as numpy's."""
         if is_advanced(index):
             y = _small_take(self, index)
-            return gathered(self, plain_index(index)) if y is None else y
+            if y is None:
+                index = plain_index(index)
+                y = _small_get(self, numpy_index(index)) if self.size <= small.MOST_ROWS and not backend.is_recorded() else None
+            return gathered(self, index) if y is None else y
         offset, shape, strides = self._select(index)
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
@@ -494,7 +497,9 @@ class NDArray(Array, Methods):
 
     def __setitem__(self, index: Index, value: Numbers) -> None:
         if is_advanced(index):
-            self.put(positions(plain_index(index), self.shape), value)
+            index = plain_index(index)
+            if backend.is_recorded() or not _small_put(self, numpy_index(index), value):
+                self.put(positions(index, self.shape), value)
             return
         part = self if index is Ellipsis else NDArray(self.buffer, *self._select(index), self.dtype)
         if self.buffer.mask is not None or not _small_assign(part, value):
@@ -800,9 +805,42 @@ class NDArray(Array, Methods):
         shape = kept if keepdims else kept[:0] if axis is None else kept[:d] + kept[d + 1:]
         return NDArray(y.buffer, y.offset, shape, row_major(shape), INT)
 
+    @accepts_torch_names
+    def prod(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
+        """Return the product over axes; 1 without elements."""
+        if not self.device.is_host:
+            return super().prod(axis, keepdims)
+        return self._running('multiply', tuple(sorted(normal_axes(as_axes(axis), self.ndim))), bool(keepdims))
+
+    @accepts_torch_names
+    def cumprod(self, axis: int | None = None) -> NDArray:
+        """Return the products of the first 1, 2, ... elements along an axis; None: of the flattened array."""
+        x, d = self._along(axis)
+        return x._running('multiply', (d,)) if self.device.is_host else super().cumprod(axis)
+
+    def _running(self, op: str, axes: Shape, keepdims: bool | None = None) -> NDArray:
+        """Return the running results of op, 'add' or 'multiply', along axes in ascending order; if keepdims is a bool, only the
+        last ones."""
+        y = _SMALL_CUMULATE[op](self, axes, keepdims)
+        if y is not None:
+            return y
+        x, kept = self._cast(INT) if self.is_mask else self, [d for d in range(self.ndim) if d not in axes]
+        first = axes[0] if axes else 0
+        if axes != tuple(range(first, first + len(axes))):              # the results have the order of the other axes
+            x, first = x.permute((*kept, *axes)), len(kept)
+        x = x.compact()
+        sizes = [math.prod(part) for part in (x.shape[:first], x.shape[first:first + len(axes)], x.shape[first + len(axes):])]
+        shape = self.shape if keepdims is None else _reduced_shapes(self.shape, axes)[not keepdims]
+        y = _new(shape, x.dtype, x.device, 'cumulate')
+        if y.size:
+            x.device.cumulate(op, y, x, *sizes, keepdims is not None)
+        return y
+
     def _cumulated(self, axis: int) -> NDArray:
-        """Return the sums of the first 1, 2, 3 ... elements along an axis, in log n steps: each adds to every element the one
-        that is 1, 2, 4 ... before it."""
+        """Return the sums of the first 1, 2, 3 ... elements along an axis; on a GPU in log n steps: each adds to every element
+        the one that is 1, 2, 4 ... before it."""
+        if self.device.is_host:
+            return self._running('add', (axis,))
         y = (self if not self.is_mask else self.astype(INT)).copy()
         before, n, step = (slice(None),) * axis, self.shape[axis], 1
         while step < n:
@@ -817,6 +855,9 @@ class NDArray(Array, Methods):
                 raise RuntimeError('argsort: arrays on a GPU are sorted on the CPU, which a plan cannot record; sort before or '
                                    'after the recording')
             return array(array(self.stored(), self.dtype, cpu())._sorting(axis, descending), device=self.device)
+        small_result = _small_argsort(self, descending) if axis == self.ndim - 1 else None
+        if small_result is not None:
+            return small_result
         x = self.moveaxis(axis, -1)._cast(DOUBLE)
         x = (x if not descending else -x).compact()
         y = _new(x.shape, INT, self.device, 'argsort')
@@ -863,6 +904,8 @@ _SMALL_UNARY = {op: small.unary(NDArray, op) for op in ('copy', 'negate', 'abs',
 _SMALL_REDUCE = {op: small.reduce(NDArray, op) for op in ('sum', 'max', 'min')}
 _small_convert, _small_matmul, _small_where = small.convert(NDArray), small.matmul(NDArray), small.where(NDArray)
 _small_argmax, _small_assign, _small_take = small.argmax(NDArray), small.in_place('copy'), small.take(NDArray)
+_small_argsort, (_small_get, _small_put) = small.argsort(NDArray), small.elements(NDArray)
+_SMALL_CUMULATE = {op: small.cumulate(NDArray, op) for op in ('add', 'multiply')}
 _small_concatenate, _small_stack = small.join(NDArray, False), small.join(NDArray, True)
 
 
@@ -1108,6 +1151,8 @@ def positions(index: Index, shape: Shape) -> np.ndarray:
     """Return where the elements x[index] are in x.reshape(-1), for an x of this shape, as a numpy array of int64 in the
     shape of x[index].  IndexError as in numpy."""
     index = numpy_index(index)
+    if math.prod(shape) <= small.MOST_ROWS:
+        return np.asarray(small.offsets(shape, row_major(shape))[index], np.int64)
     found: Any = 0
     for d, (n, step) in enumerate(zip(shape, row_major(shape), strict=True)):
         along = (np.arange(n) * step).reshape([-1 if i == d else 1 for i in range(len(shape))])

@@ -261,6 +261,11 @@ class Device:
         elements keep their order, NaN is last.  Only for arrays in host memory."""
         raise NotImplementedError
 
+    def cumulate(self, op, y, x, outer, n, inner, last):
+        """Compute y[o, i] = x[o, 0] op ... op x[o, i] along the second axis of x (outer, n, inner), both compact; op: 'add' or
+        'multiply'.  last: only y[o] with i = n - 1.  Only for arrays in host memory."""
+        raise NotImplementedError
+
     def matmul(self, y, a, b):
         """Compute y (..., M, N) = a (..., M, K) @ b (..., K, N); y is compact."""
         raise NotImplementedError

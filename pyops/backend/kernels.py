@@ -126,4 +126,5 @@ declare(gemm=Kernel(product_of_shape), gemm_batched=Kernel(products_of_shapes), 
         **{f'strided_{kind}': Kernel() for kind in ('unary_double', 'binary_double', 'where_double', 'reduce_double',
                                                     'double_from_float', 'double_from_int32', 'double_to_float',
                                                     'double_to_int32')},
+        **{f'cumulate{suffix}': Kernel() for suffix in ('', '_int32', '_double')},
         matmul_double=Kernel(products_of_shapes), argmax_double=Kernel(), argsort_double=Kernel(), add_rows_double=Kernel())

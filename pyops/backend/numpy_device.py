@@ -79,6 +79,13 @@ class Numpy(Host):
     def argsort(self, y, x):
         y.stored()[...] = x.stored().argsort(-1, kind='stable')
 
+    def cumulate(self, op, y, x, outer, n, inner, last):
+        function, x = getattr(np, op), x.stored().reshape(outer, n, inner)
+        x = x.astype(np.float64 if x.dtype.kind == 'f' else x.dtype)
+        with _quiet():
+            found = function.reduce(x, 1, dtype=x.dtype) if last else function.accumulate(x, 1, dtype=x.dtype)
+            y.stored()[...] = found.reshape(y.shape)
+
     def matmul(self, y, a, b):
         with _quiet():
             np.matmul(a.stored(), b.stored(), out=y.stored())

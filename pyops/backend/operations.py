@@ -105,6 +105,9 @@ class KernelOperations(Device):
     def argsort(self, y, x):
         self.launch('argsort_double', y, x, *x.shape)
 
+    def cumulate(self, op, y, x, outer, n, inner, last):
+        self.launch(f'cumulate{suffix_of(y)}', y, x, outer, n, inner, self.numbers[op], last)
+
     def matmul(self, y, a, b):
         (*batch, M, N), K = y.shape, a.shape[-1]
         if y.dtype is DOUBLE:

@@ -8,6 +8,7 @@ prepared call: the function of the library, the C arrays that describe the layou
 It returns None whenever the general path has to run: for arrays of another device or with freed memory, mixed dtypes, large
 results, operands that do not broadcast, while a plan records.  The general path also raises all errors.
 """
+import functools
 import math
 
 import numpy as np
@@ -30,10 +31,12 @@ from pyops.backend.operations import CONVERSIONS, DOUBLE, FLOAT, INT, layout
 
 MOST_CALLS = 4096       # prepared calls of an operation
 MOST_ROWS = 1024        # rows of an index, which is read in Python
+MOST_ELEMENTS = 64      # that are copied in Python
 PYTHON_NUMBERS = frozenset((float, int))
 _FILLS = PYTHON_NUMBERS | {bool}
 _ON_INT = frozenset(('copy', 'negate', 'abs'))          # unary operations that int32 has, too
 _KEEP_MASKS = frozenset(('copy', 'abs', 'max', 'min'))  # of one array: the result of a mask is a mask
+_NO_MASKS = frozenset(('negate', 'cumulate'))           # those for which the general path decides about masks
 _new_object = object.__new__
 
 
@@ -230,7 +233,7 @@ def reduce(array_type, op):
 
 def _of_one_array(array_type, prepared, op):
     """Return f(x, how, more).  prepared(x, how, more) returns the call, whose last item is the arguments after the arrays."""
-    calls, keeps_masks, takes_masks = {}, op in _KEEP_MASKS, op != 'negate'
+    calls, keeps_masks, takes_masks = {}, op in _KEEP_MASKS, op not in _NO_MASKS
 
     def run(x, how=None, more=None):
         buffer = x.buffer
@@ -593,3 +596,113 @@ def take(array_type):
             y.buffer.mask = 0
         return y
     return run
+
+
+def cumulate(array_type, op):
+    """Return f(x, axes, how): the running sums or products (op 'add' or 'multiply') of a compact array along adjacent axes, a
+    tuple of ints in order.  how: None, for all of them; True or False, for the last, with keepdims or without."""
+    def prepared(x, axes, how):
+        if x.dtype not in KINDS or x.strides != row_major(x.shape) or not axes or axes != tuple(range(axes[0], axes[-1] + 1)):
+            return None
+        outer, n, inner = (math.prod(x.shape[d] for d in part) for part in (
+            range(axes[0]), axes, range(axes[-1] + 1, len(x.shape))))
+        shape = x.shape
+        if how is not None:
+            shape = tuple([1 if d in axes else size for d, size in enumerate(shape) if how or d not in axes])
+        memory = _memory_of(shape, x.dtype)
+        arguments = outer, n, inner, HOST.numbers[op], how is not None, NULL
+        return memory and (HOST.function('cumulate', x.dtype), *memory, arguments)
+    return _of_one_array(array_type, prepared, 'cumulate')
+
+
+def argsort(array_type):
+    """Return f(x, descending), which sorts along the last axis."""
+    calls = {}
+
+    def prepared(x, descending):
+        compact = row_major(x.shape)
+        memory = _memory_of(x.shape, INT) if x.dtype in KINDS and x.shape else None
+        if memory is None:
+            return None
+        convert = None if x.dtype is DOUBLE else _conversion(x, DOUBLE)
+        number = HOST.numbers['negate' if descending else 'copy']
+        where = *layout(x.shape, x.shape, compact, x.shape, x.strides if convert is None else compact), number, NULL
+        return convert, descending or convert is None, where, *memory
+
+    def run(x, descending):
+        buffer = x.buffer
+        if buffer.device is not HOST or state.hooked_thread is not None:
+            return None
+        key = x.shape, x.strides, x.dtype, bool(descending)
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(x, key[-1]))
+        if call is None or buffer.pointer is None:
+            return None
+        convert, copies, where, kind, count, nbytes, shape, strides, dtype = call
+        at = buffer.pointer + x.offset
+        if convert is not None:
+            at = _converted(convert, at)
+        lib, pointer, status = library.cpu().lib, small_memory(kind, count), 0
+        if copies:
+            sorted_by = small_memory(KINDS[DOUBLE], count)
+            status = lib.pyops_strided_unary_double(sorted_by, at, *where)
+            at = sorted_by
+        status = status or lib.pyops_argsort_double(pointer, at, count // shape[-1], shape[-1], NULL)
+        if status:
+            HOST.check(status)
+        return _result(array_type, pointer, nbytes, shape, strides, dtype)
+    return run
+
+
+@functools.lru_cache(1024)
+def offsets(shape, strides):
+    """Return the offset of each element, as a numpy array of this shape."""
+    found = np.zeros(shape, np.int64)
+    for d, (n, step) in enumerate(zip(shape, strides, strict=True)):
+        found += (np.arange(n) * step).reshape([-1 if i == d else 1 for i in range(len(shape))])
+    found.flags.writeable = False
+    return found
+
+
+def elements(array_type):
+    """Return f(x, index), a copy of x[index], and g(x, index, value), which sets x[index] to a Python number and returns if
+    it did.  index: any of numpy, which finds the offsets of the elements."""
+    def places(x, index):
+        buffer = x.buffer
+        if (buffer.device is not HOST or x.dtype not in KINDS or math.prod(x.shape) > MOST_ROWS or buffer.pointer is None
+                or state.hooked_thread is not None):
+            return None
+        try:
+            found = np.asarray(offsets(x.shape, x.strides)[index])
+        except IndexError:
+            return None
+        return found if found.size <= MOST_ELEMENTS else None
+
+    def get(x, index):
+        found = places(x, index)
+        if found is None or not found.size or found.ndim > MAX_AXES:
+            return None
+        pointer, kind = x.buffer.pointer + x.offset, KINDS[x.dtype]
+        result = small_memory(kind, [pointer[i] for i in found.reshape(-1).tolist()])
+        y = _result(array_type, result, found.size * x.dtype.itemsize, found.shape, row_major(found.shape), x.dtype)
+        if x.buffer.mask == x.buffer.version:
+            y.buffer.mask = 0
+        return y
+
+    def put(x, index, value):
+        if value.__class__ not in PYTHON_NUMBERS or x.buffer.mask is not None or any(
+                [n > 1 and not step for n, step in zip(x.shape, x.strides, strict=True)]):
+            return False
+        found = places(x, index)
+        if found is None:
+            return False
+        pointer = x.buffer.pointer + x.offset
+        try:
+            for i in found.reshape(-1).tolist():
+                pointer[i] = value
+        except (TypeError, OverflowError):      # a float and int32, an integer outside int32: nothing was written
+            return False
+        x.buffer.version += 1
+        return True
+    return get, put

@@ -1140,6 +1140,103 @@ def test_rows_of_small_arrays(dtype):
             a[-(a > 0)]
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'int32', *['float64'] * (not ON_GPU)])
+@pytest.mark.parametrize('shape', [(3, 4), (2, 3, 4), (), (70, 1, 65), (2, 0, 3)], ids=str)
+def test_running_sums_and_products(shape, dtype):
+    x = numbers(*shape, dtype=dtype) / np.array(4 if dtype != 'int32' else 1, dtype)
+    for z in (x.astype(dtype), x.astype(dtype)[::-1].T if x.ndim else x.astype(dtype)):
+        a, tolerance = from_numpy(z.copy())[::1].T if z.ndim > 1 else array(z, dtype), 0 if dtype == 'int32' else 1e-5
+        z = z.T if z.ndim > 1 else z
+        for _ in range(2):                                                  # before and after the call is prepared
+            for axis in (None, *range(-1, z.ndim)):
+                if axis is not None and not z.ndim:
+                    continue
+                for got, want in ((a.cumsum(axis), z.cumsum(axis, dtype)), (a.cumprod(axis), z.cumprod(axis, dtype))):
+                    assert got.shape == want.shape and got.dtype == want.dtype
+                    np.testing.assert_allclose(got.numpy(), want, tolerance, tolerance)
+                for keepdims in (False, True):
+                    got, want = a.prod(axis, keepdims), z.prod(axis, dtype, keepdims=keepdims)
+                    assert got.shape == np.shape(want) and got.dtype == dtype
+                    np.testing.assert_allclose(got.numpy(), want, tolerance, tolerance)
+            if z.ndim == 3:
+                for got, want in ((a.prod((2, 0)), z.prod((2, 0), dtype)),
+                                  (a.prod((0, 1), True), z.prod((0, 1), dtype, keepdims=True))):
+                    assert got.shape == want.shape
+                    np.testing.assert_allclose(got.numpy(), want, tolerance, tolerance)
+
+
+def test_running_sums_of_masks_count_and_int32_wraps_around():
+    x = numbers(3, 4)
+    for _ in range(2):
+        same((array(x) > 0).cumsum(1), (x > 0).cumsum(1, 'i4'))
+        same((array(x) > 0).prod(0), (x > 0).astype('i4').prod(0, 'i4'))
+        big = np.array([2**30, 2**30, 2**30, 3], 'i4')
+        same(array(big).cumsum(), big.cumsum(dtype='i4'))
+        same(array(big).cumprod(), big.cumprod(dtype='i4'))
+
+
+def test_long_running_sums_lose_no_digits():
+    x = np.full(300_000, 0.1, 'f')
+    np.testing.assert_allclose(array(x).cumsum().numpy()[-1], 0.1 * 300_000, 1e-6)
+
+
+@of_the_host
+def test_running_sums_of_bad_sizes_are_refused(device):
+    x = np.ones((2, 3), 'f')
+    for sizes, text in (((-1, 3, 1, 0, 0), 'outer=-1'), ((1, 3, 1, 7, 0), 'op=7')):
+        with pytest.raises(ValueError, match=text):
+            backend.launch('cumulate', x.copy(), x, *sizes)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'int32', *['float64'] * (not ON_GPU)])
+def test_small_arrays_are_sorted(dtype):
+    x = numbers(3, 7, dtype=dtype)
+    if dtype != 'int32':
+        x[1, 2] = np.nan
+    for z, a in ((x, array(x, dtype)), (x.T, array(x, dtype).T), (x[:, ::2], array(x, dtype)[:, ::2])):
+        for _ in range(2):
+            for axis in (0, 1, -1):
+                same(a.argsort(axis), z.argsort(axis, kind='stable').astype('i4'))
+                same(a.sort(axis), np.sort(z, axis))
+            down = (-z.astype('f8')).argsort(-1, kind='stable')
+            same(a.argsort(descending=True), down.astype('i4'))
+            same(a.topk(2)[0], np.take_along_axis(z, down, -1)[..., :2])
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'int32', *['float64'] * (not ON_GPU)])
+def test_any_index_of_small_arrays(dtype):
+    x, mask, ids = numbers(3, 4, dtype=dtype), numbers(3, 4, seed=2) > 0, np.array([2, 0, -1])
+    indices = (mask, (slice(None), ids), (ids, 1), (ids, ids), (ids[:, None], ids), (..., ids), (None, ids), (mask[:, 0], 2),
+               (slice(None, None, -1), [0, -2]), ([], [1]), ([0, 1], slice(1, 3)))
+    for _ in range(2):
+        for index in indices:
+            ours = tuple(array(i) if isinstance(i, np.ndarray) else i for i in index) if type(index) is tuple else array(index)
+            for z, a in ((x, array(x, dtype)), (x[:, ::-1], array(x, dtype)[:, ::-1])):
+                same(a[index], z[index])
+                same(a[ours], z[index])
+                for value in (7, 2.5, np.asarray(z[index]) + 1):
+                    got, want, version = a.copy(), z.copy(), 0
+                    version = got.buffer.version
+                    got[ours], want[index] = value, value
+                    same(got, want)
+                    assert got.buffer.version > version
+                view, want = a.copy(), z.copy()
+                view.T[::-1][mask.T] = 5
+                want.T[::-1][mask.T] = 5
+                same(view, want)
+        a = array(x, dtype)
+        for index in ((ids, 4), ([3], 0), mask[:2], (mask, 0), ([0.5], 1)):
+            with pytest.raises(IndexError):
+                a[index]
+            with pytest.raises(IndexError):
+                a[index] = 1
+        with pytest.raises(ValueError, match='a broadcast view cannot be written to'):
+            a[0].broadcast_to(3, 4)[mask] = 1
+        truth = a > 0
+        truth[mask] = True
+        assert truth.is_mask and (truth.numpy() == ((x > 0) | mask)).all()
+
+
 @pytest.mark.parametrize('device', sorted({*DEVICES} & {'cpu'}), indirect=True)         # the oracle has no kernels to record
 def test_a_plan_records_an_operation_that_ran_before(device):
     x = np.ones((3, 4), 'f')
