@@ -285,6 +285,12 @@ class WideConv2dRow(Conv2dRow):
     sizes = ((1, 90, 12, 11, 40, 2, 2), (2, 3, 33, 32, 40, 3, 3), (3, 40, 2, 1, 5, 5, 5), (1, 3, 40, 41, 3, 9, 9))
 
 
+class EvenConv2dRow(Conv2dRow):
+    """Strides that divide the image, and filters with a position in each phase."""
+    sizes = ((2, 3, 8, 12, 5, 7, 7), (3, 4, 12, 4, 9, 5, 4), (19, 4, 4, 8, 14, 4, 4), (2, 33, 4, 4, 40, 4, 5))
+    large = (7, 12, 24, 20, 34, 5, 5)
+
+
 class TiledConv2dRow(Conv2dRow):
     """3 x 3 filters of many channels, computed in tiles: odd and even sizes, several vectors, sums of several blocks."""
     sizes = ((2, 16, 7, 28, 17, 3, 3), (1, 18, 5, 63, 16, 3, 3), (3, 33, 4, 31, 20, 3, 3), (1, 260, 3, 23, 16, 3, 3))
@@ -949,6 +955,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
          Conv2dRow('-groups', groups=2, stride=(1, 2), dilation=(2, 1), padding=1), WideConv2dRow('-wide', padding=2),
          WideConv2dRow('-wide-stride', padding=3, stride=4), DepthwiseConv2dRow('-depthwise', padding=1),
          TiledConv2dRow('-tiles', padding=1), TiledConv2dRow('-tiles-padding', padding=(0, 2), bias=False),
+         EvenConv2dRow('-even', stride=2, padding=1), EvenConv2dRow('-even-4', stride=4, padding=3, bias=False),
+         EvenConv2dRow('-even-mixed', stride=(3, 2), padding=2),
          DepthwiseConv2dRow('-depthwise-stride', stride=2, padding=(1, 0), bias=False),
          SmoothedCrossEntropyRow(),
          *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),
