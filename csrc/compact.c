@@ -12,7 +12,6 @@
 
 enum { GROUP = PYOPS_GROUP, CHUNK = PYOPS_COMPACT_COLUMNS };
 _Static_assert(CHUNK % GROUP == 0, "a chunk of columns must be whole groups");
-enum { LONGEST = 131072 };              /* so many products of int8, and as many times PYOPS_BYTE_ZERO, fit in 32 bits */
 static const float LEAST = 1e-30f;      /* smaller rows become 0: the factor 127 / LEAST is finite */
 
 typedef struct { int64_t start, scales, bias, total; } layout;      /* panels come first */
@@ -42,7 +41,8 @@ pyops_status pyops_compact_check(const char *who, int64_t R, int64_t O, int64_t 
                   "%s: format=%d, expected 0 (int8), 1 (bf16) or 2 (float32)", who, format);
     PYOPS_REQUIRE(R >= 0 && O >= 1 && I >= 1, "%s: R=%lld O=%lld I=%lld, expected R of at least 0, O and I of at least 1", who,
                   LL(R), LL(O), LL(I));
-    PYOPS_REQUIRE(format != PYOPS_COMPACT_INT8 || I <= LONGEST, "%s: I=%lld, expected at most %d in int8", who, LL(I), LONGEST);
+    PYOPS_REQUIRE(format != PYOPS_COMPACT_INT8 || I <= PYOPS_LONGEST_INT8, "%s: I=%lld, expected at most %d in int8", who,
+                  LL(I), PYOPS_LONGEST_INT8);
     return PYOPS_OK;
 }
 

@@ -35,6 +35,7 @@ typedef struct {
 
 /* PYOPS_GROUP rows of a weight in int8: see kernels/int8_body.inc. */
 enum { PYOPS_GROUP = 64, PYOPS_BYTE_ZERO = 128 };   /* the byte of x that means 0 */
+enum { PYOPS_LONGEST_INT8 = 131072 };               /* so many products, and as many times PYOPS_BYTE_ZERO, fit in 32 bits */
 typedef struct {
     const int8_t *panel;                /* (quads,PYOPS_GROUP,4) */
     const int32_t *start;               /* -PYOPS_BYTE_ZERO times the sum of each row */
@@ -45,7 +46,7 @@ typedef struct {
  * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
  * The lists declare the fields of the table here and initialise them in kernels/table_body.inc.  The first one has the kernels
  * that may round sums in another order on another instruction set; exact tables have their own.  The others compute with
- * integers, or round each element alone without a fused operation, or (screen) results that are only compared with a margin.
+ * integers, or round each element alone without a fused operation, or (next_not_below) compare with a margin.
  */
 /* clang-format off */
 #define PYOPS_FLOAT_ROWS(ROW) \
@@ -169,14 +170,12 @@ typedef struct {
 #define PYOPS_OTHER_ROWS(ROW) \
     ROW(int32_t, pixels_find, (uint16_t *indices, const uint8_t *x, int64_t I)) \
     ROW(double, fma_loop,     (int64_t n)) \
-    ROW(void,   screen,       (int32_t *sums, const int16_t *x, const int8_t *panel, int64_t R, int64_t pairs, int64_t ld)) \
     ROW(float,  to_int8,      (int8_t *y, const float *x, float scale, int64_t n)) \
-    ROW(void,   to_int16,     (int16_t *y, const float *x, float scale, int64_t n)) \
     ROW(void,   to_bytes,     (uint8_t *y, const float *x, float factor, int64_t n)) \
     ROW(void,   int8_group,   (float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R, \
                                int64_t quads, int64_t ldy, int flags)) \
-    ROW(int64_t, next_not_below, (const int32_t *sums, const float *scales, const float *margins, const float *tops, \
-                                  float scale, float norm, float least, int64_t from, int64_t n)) \
+    ROW(int64_t, next_not_below, (const float *x, const float *errors, const float *lengths, float length, float error, \
+                                  float least, int64_t from, int64_t n)) \
     ROW(void,   random_words, (uint32_t *out, int64_t first, int64_t n, uint64_t step, uint64_t key)) \
     ROW(void,   round_numbers, (float *y, const float *x, const int32_t *scales, int each, const uint32_t *words, int64_t n, \
                                 const pyops_rounding_of *how)) \
@@ -203,9 +202,6 @@ typedef struct {
     double sum, sum_abs, squares;
     float low, high;
 } pyops_description;
-
-/* Rows of weight in a panel of rounded ones: see kernels/screen_body.inc. */
-enum { PYOPS_PANEL = 16 };
 
 /* Products with at most this many rows read b unpacked if its rows or its columns are contiguous. */
 enum { PYOPS_FEW_ROWS = 8 };

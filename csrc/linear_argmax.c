@@ -2,7 +2,7 @@
  *
  * Decoding needs one token of thousands, and an approximate product rules out almost all of them.  So weight is rounded once
  * to 8 bits per number: a row w of weight is s q + e, with integers q from -127 to 127 and the rounding error e.  A row x is
- * likewise a u + f, with 16 bits.  Then
+ * likewise a u + f.  Then
  *
  *     w . x  =  a s (q . u)  +  s q . f  +  e . x        and        |s q . f + e . x|  <=  (|w| + |e|) |f| + |e| |x|
  *
@@ -10,10 +10,9 @@
  * logit itself is computed, from the unrounded weight, only if that bound is not below the largest logit so far: for some tens
  * of 13387 tokens.  The result is the argmax of all logits, the first of equal ones, for any order and number of threads.
  *
- * |f| is at most half a unit, |x| / levels, times sqrt(D), since no |x[d]| exceeds |x|; rounding within the float sums is
- * bounded by D eps |w| |x|.  So the bound is |x| margin + top, with two numbers per token.  If a row of x or weight has NaN,
- * an infinity, or numbers too small or large for these formulas, its bound is infinite or NaN, and all its logits are
- * computed.
+ * Rounding within the float sums is bounded by D eps |w| |x|.  So the bound is the approximate logit + |x| error + |f| length,
+ * with two numbers per token.  If a row of x or weight has NaN, an infinity, or numbers too small or large for these formulas,
+ * its bound is infinite or NaN, and all its logits are computed.
  */
 #include <float.h>
 #include <math.h>
@@ -21,98 +20,99 @@
 #include <string.h>
 #include "internal.h"
 
-/* A block of sums is 64 KiB: WORDS tokens (their weights are 64 KiB too if D is 256) by ROWS rows.  DOTS: logits per call. */
-enum { WORDS = 256, ROWS = 64, DOTS = 64 };
-_Static_assert(WORDS % PYOPS_PANEL == 0, "a block must be whole panels");
+/* A block of logits is 64 KiB: WORDS tokens (their weights are 64 KiB too if D is 256) by ROWS rows.  DOTS: logits per call. */
+enum { WORDS = 256, ROWS = 64, DOTS = 64, GROUP = PYOPS_GROUP };
+_Static_assert(WORDS % GROUP == 0, "a block must be whole groups");
 
 /* Rows are rounded only if their largest number is in this range: then the product of scales is a normal float, as every
  * logit. */
 static const float LEAST = 1e-12f, MOST = 1e12f;
 
 /* ---- memory ---- */
-typedef struct { int64_t scales, margins, tops, total; } layout;
+typedef struct { int64_t start, scales, tops, errors, lengths, total; } layout;
 
-static int64_t pairs_of(int64_t D) { return (D + 1) / 2; }
+static int64_t quads_of(int64_t D) { return (D + 3) / 4; }
 
 static layout prepared_layout(int64_t D, int64_t V) {
-    const int64_t words = pyops_round_up(V, PYOPS_PANEL);
-    layout l = {.scales = pairs_of(D) * words / 2};     /* panels of int8 come first */
-    l.margins = l.scales + words;
-    l.tops = l.margins + words;
-    l.total = l.tops + words;
+    const int64_t words = pyops_round_up(V, GROUP);
+    layout l = {.start = quads_of(D) * words};          /* groups of int8 come first */
+    l.scales = l.start + words;
+    l.tops = l.scales + words;
+    l.errors = l.tops + words;
+    l.lengths = l.errors + words;
+    l.total = l.lengths + words;
     return l;
 }
 
 int64_t pyops_linear_argmax_prepare_work(int64_t D, int64_t V) { return prepared_layout(D, V).total; }
 
-/* keys (R) of 64 bits, aligned; scales and lengths of the rows (R); the rounded rows (R,D) of 16 bits */
+/* keys (R) of 64 bits, aligned; of each row its scale, its length and the length of its rounding error; the rounded rows */
 int64_t pyops_linear_argmax_work(int64_t R, int64_t D, int64_t V) {
     (void)V;
-    return 2 * R + 1 + 2 * R + R * pairs_of(D);
+    return 2 * R + 1 + 3 * R + R * quads_of(D);
 }
 
 /* ---- rounding ---- */
-static float largest(const pyops_kernels *k, const float *x, int64_t n) {
-    const uint32_t bits = k->amax(x, n);
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Whether a row with the largest number `most` can be rounded; a row of zeros can. */
-static int fits(float most) { return most == 0.0f || (most >= LEAST && most <= MOST); }
-
-/* The largest u, such that a sum of D products with 127 fits in 32 bits. */
-static int32_t levels(int64_t D) { return (int32_t)pyops_max(1, pyops_min(INT16_MAX, INT32_MAX / (127 * 2 * pairs_of(D)))); }
-
 static double rounding_of_sums(int64_t D) { return (double)(D + 16) * FLT_EPSILON; }
 
-/* Round a row of weight: its scale, its margin, and q. */
-static void round_word(const pyops_kernels *k, int8_t *q, float *scale, float *margin, const float *w, int64_t D) {
-    const float most = largest(k, w, D);
-    memset(q, 0, (size_t)(2 * pairs_of(D)));
-    *scale = 0.0f, *margin = 0.0f;
-    if (most == 0.0f) return;
-    if (!fits(most)) {
-        *margin = INFINITY;
-        return;
+typedef struct { float scale, length, error; } rounded;     /* upper bounds of |x| and of |f| */
+
+/* Round a row to bytes, padded with 0 to whole quads.  The length is infinite if it cannot be rounded. */
+static rounded round_row(const pyops_kernels *k, int8_t *q, const float *x, int64_t D) {
+    const uint32_t bits = k->amax(x, D);
+    float most;
+    memcpy(&most, &bits, sizeof most);
+    memset(q, 0, (size_t)(4 * quads_of(D)));
+    if (most == 0.0f) return (rounded){0.0f, 0.0f, 0.0f};
+    if (!(most >= LEAST && most <= MOST)) return (rounded){0.0f, INFINITY, INFINITY};
+    const float scale = most / 127.0f;
+    const double left = k->to_int8(q, x, scale, D) * (1.0 + rounding_of_sums(D)), all = k->sum_squares(x, D);
+    return (rounded){scale, (float)(sqrt(all) * (1.0 + 1e-6)), (float)(sqrt(left) * (1.0 + 1e-6))};
+}
+
+/* The bytes of x that int8_group multiplies: integers plus PYOPS_BYTE_ZERO. */
+static void to_unsigned(uint8_t *y, const int8_t *q, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] = (uint8_t)(q[i] + PYOPS_BYTE_ZERO);
+}
+
+static void prepare_group(const pyops_kernels *k, float *prepared, const layout *l, const float *weight, const float *bias,
+                          int64_t first, int64_t D, int64_t V, int8_t *q) {
+    const int64_t quads = quads_of(D);
+    int8_t *const panel = (int8_t *)(prepared + first * quads);
+    for (int64_t j = 0; j < GROUP; j++) {
+        const int64_t v = first + j;
+        rounded w = {0};
+        if (v < V) w = round_row(k, q, weight + v * D, D);
+        else memset(q, 0, (size_t)(4 * quads));
+        int32_t sum = 0;
+        for (int64_t i = 0; i < 4 * quads; i++) {
+            sum += q[i];
+            panel[(i / 4 * GROUP + j) * 4 + i % 4] = q[i];
+        }
+        ((int32_t *)(prepared + l->start))[v] = -PYOPS_BYTE_ZERO * sum;
+        prepared[l->scales + v] = w.scale;
+        prepared[l->lengths + v] = (w.length + w.error) * (1.0f + 4 * FLT_EPSILON);
+        prepared[l->errors + v] = (float)(w.error + rounding_of_sums(D) * (w.length + w.error)) * (1.0f + 4 * FLT_EPSILON);
+        prepared[l->tops + v] = v < V ? bias[v] + (float)(4.0 * FLT_EPSILON) * fabsf(bias[v]) : 0.0f;
     }
-    *scale = most / 127.0f;
-    const double left = sqrt((double)k->to_int8(q, w, *scale, D) * (1.0 + rounding_of_sums(D)));
-    const double length = sqrt(k->sum_squares(w, D)), share = 0.51 * sqrt((double)D) / levels(D);
-    *margin = (float)((left + (share + rounding_of_sums(D)) * (length + left)) * (1.0 + 1e-6));
 }
 
 pyops_status pyops_linear_argmax_prepare(float *prepared, const float *weight, const float *bias, int64_t D, int64_t V,
                                          void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(D >= 1 && V >= 1, "linear_argmax_prepare: D=%lld V=%lld, expected D >= 1, V >= 1", LL(D), LL(V));
-    const pyops_kernels *k = pyops_active();
+    PYOPS_REQUIRE(D >= 1 && D <= PYOPS_LONGEST_INT8 && V >= 1,
+                  "linear_argmax_prepare: D=%lld V=%lld, expected D from 1 to %d, V of at least 1", LL(D), LL(V),
+                  PYOPS_LONGEST_INT8);
     const layout l = prepared_layout(D, V);
-    const int64_t pairs = pairs_of(D);
     int failed = 0;
     #pragma omp parallel if (V * D > PYOPS_SHARE_FLOATS)
     {
-        uint16_t *rows = (uint16_t *)pyops_scratch_or_fail((size_t)(pairs * PYOPS_PANEL + 1) / 2, &failed);   /* of a panel */
+        float *const row = pyops_scratch_or_fail((size_t)quads_of(D), &failed);
         #pragma omp for schedule(static)
-        for (int64_t first = 0; first < V; first += PYOPS_PANEL) {
-            if (!rows) continue;
-            uint16_t *panel = (uint16_t *)prepared + first * pairs;
-            for (int64_t j = 0; j < PYOPS_PANEL; j++) {
-                const int64_t v = first + j;
-                int8_t *q = (int8_t *)(rows + j * pairs);
-                if (v >= V) {
-                    memset(q, 0, (size_t)(2 * pairs));
-                    continue;
-                }
-                round_word(k, q, prepared + l.scales + v, prepared + l.margins + v, weight + v * D, D);
-                prepared[l.tops + v] = bias[v] + (float)(4.0 * FLT_EPSILON) * fabsf(bias[v]);
-            }
-            for (int64_t i = 0; i < pairs; i++)
-                for (int64_t j = 0; j < PYOPS_PANEL; j++) panel[i * PYOPS_PANEL + j] = rows[j * pairs + i];
-        }
+        for (int64_t first = 0; first < V; first += GROUP)
+            if (row) prepare_group(pyops_active(), prepared, &l, weight, bias, first, D, V, (int8_t *)row);
     }
-    return failed ? pyops_fail(PYOPS_NO_MEMORY, "linear_argmax_prepare: no memory for a panel of %lld words", LL(PYOPS_PANEL))
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "linear_argmax_prepare: no memory for a row of %lld bytes", LL(4 * quads_of(D)))
                   : PYOPS_OK;
 }
 
@@ -144,34 +144,38 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
     (void)stream;
     PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1 && V <= INT32_MAX,
                   "linear_argmax: R=%lld D=%lld V=%lld, expected R >= 0, D >= 1, V from 1 to 2^31 - 1", LL(R), LL(D), LL(V));
+    PYOPS_REQUIRE(!prepared || D <= PYOPS_LONGEST_INT8, "linear_argmax: D=%lld, expected at most %d if it is prepared", LL(D),
+                  PYOPS_LONGEST_INT8);
     const pyops_kernels *k = pyops_active();
     const layout l = prepared_layout(D, V);
-    const int64_t pairs = pairs_of(D);
+    const int64_t quads = quads_of(D);
     uint64_t *const best = (uint64_t *)(((uintptr_t)work + 7) & ~(uintptr_t)7);
-    float *const scales = work + 2 * R + 1, *const lengths = scales + R;
-    int16_t *const rounded = (int16_t *)(lengths + R);
+    float *const scales = work + 2 * R + 1, *const lengths = scales + R, *const errors = lengths + R;
+    uint8_t *const bytes = (uint8_t *)(errors + R);
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS || D * V > 4 * PYOPS_SHARE_FLOATS)
     {
-        int32_t *sums = (int32_t *)pyops_scratch_or_fail((size_t)(WORDS * ROWS), &failed);
+        float *const logits = pyops_scratch_or_fail((size_t)pyops_max(WORDS * ROWS, quads), &failed);
         #pragma omp for schedule(static)
         for (int64_t r = 0; r < R; r++) {
-            const float most = largest(k, x + r * D, D);
             best[r] = 0;
-            if (!prepared) continue;
-            scales[r] = fits(most) ? most / (float)levels(D) : 0.0f;
-            lengths[r] = fits(most) ? (float)(sqrt(k->sum_squares(x + r * D, D)) * (1.0 + 1e-6)) : INFINITY;
-            memset(rounded + r * 2 * pairs, 0, (size_t)(2 * pairs) * sizeof *rounded);
-            if (scales[r] != 0.0f) k->to_int16(rounded + r * 2 * pairs, x + r * D, scales[r], D);
+            if (!prepared || !logits) continue;
+            const rounded x_r = round_row(k, (int8_t *)logits, x + r * D, D);
+            to_unsigned(bytes + 4 * r * quads, (int8_t *)logits, 4 * quads);
+            scales[r] = x_r.scale, lengths[r] = x_r.length, errors[r] = x_r.error;
         }
         #pragma omp for schedule(dynamic)
         for (int64_t v = 0; v < V; v += WORDS) {
             const int64_t n = pyops_min(WORDS, V - v);
-            for (int64_t r0 = 0; r0 < R && sums; r0 += ROWS) {
+            for (int64_t r0 = 0; r0 < R && logits; r0 += ROWS) {
                 const int64_t rows = pyops_min(ROWS, R - r0);
-                for (int64_t j = 0; j < n && prepared; j += PYOPS_PANEL)
-                    k->screen(sums + j, rounded + r0 * 2 * pairs, (const int8_t *)prepared + (v + j) * 2 * pairs, rows, pairs,
-                              WORDS);
+                for (int64_t j = v; j < v + n && prepared; j += GROUP) {
+                    const pyops_int8_group w = {.panel = (const int8_t *)(prepared + j * quads),
+                                                .start = (const int32_t *)(prepared + l.start) + j,
+                                                .scales = prepared + l.scales + j,
+                                                .bias = prepared + l.tops + j};
+                    k->int8_group(logits + j - v, bytes + 4 * r0 * quads, scales + r0, &w, rows, quads, WORDS, 0);
+                }
                 for (int64_t r = r0; r < r0 + rows; r++) {
                     if (!prepared || !isfinite(lengths[r])) {
                         compute(k, best + r, x + r * D, weight, bias, v, n, D);
@@ -179,8 +183,8 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
                     }
                     uint64_t seen = __atomic_load_n(best + r, __ATOMIC_RELAXED);
                     for (int64_t i = 0;; i++) {
-                        i = k->next_not_below(sums + (r - r0) * WORDS, prepared + l.scales + v, prepared + l.margins + v,
-                                              prepared + l.tops + v, scales[r], lengths[r], pyops_key_value(seen), i, n);
+                        i = k->next_not_below(logits + (r - r0) * WORDS, prepared + l.errors + v, prepared + l.lengths + v,
+                                              lengths[r], errors[r], pyops_key_value(seen), i, n);
                         if (i >= n) break;
                         seen = compute(k, best + r, x + r * D, weight, bias, v + i, 1, D);
                     }
@@ -188,7 +192,7 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
             }
         }
     }
-    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "linear_argmax: no memory for a block of sums");
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "linear_argmax: no memory for a block of logits");
     for (int64_t r = 0; r < R; r++) index[r] = pyops_key_index(best[r]);
     return PYOPS_OK;
 }
