@@ -7,15 +7,18 @@
 
 pyops_status pyops_attention_step(float *y, const float *q, const float *k, const float *v, const int32_t *index,
                                   const int32_t *offsets, int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads,
-                                  int64_t C, int64_t ldq, int64_t ldk, void *stream) {
+                                  int64_t C, int64_t ldq, int64_t ldk, int32_t causal, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(R >= 0 && T >= 1 && heads >= 1 && C >= 1,
                   "attention_step: R=%lld T=%lld heads=%lld C=%lld, expected R of at least 0, the others of at least 1", LL(R),
                   LL(T), LL(heads), LL(C));
     PYOPS_REQUIRE(
-        offsets || (R <= W && M >= 0 && M <= T && (index || !M)),
-        "attention_step: R=%lld W=%lld M=%lld T=%lld, expected R of at most W, M from 0 to T, and an index for M above 0",
+        offsets || (R <= (causal ? T : W) && M >= 0 && M <= T && (index || !M)),
+        "attention_step: R=%lld W=%lld M=%lld T=%lld, expected R of at most W (with causal T), M from 0 to T, and an index for M "
+        "above 0",
         LL(R), LL(W), LL(M), LL(T));
+    PYOPS_REQUIRE(!causal || (W == 1 && !index && !offsets),
+                  "attention_step: W=%lld with causal, expected W=1 without index and offsets", LL(W));
     PYOPS_REQUIRE(!offsets || (B >= 1 && R % B == 0), "attention_step: R=%lld B=%lld with offsets, expected R a multiple of B",
                   LL(R), LL(B));
     PYOPS_REQUIRE(!offsets || index || B == W, "attention_step: B=%lld W=%lld with offsets, expected B=W without an index",
@@ -38,7 +41,10 @@ pyops_status pyops_attention_step(float *y, const float *q, const float *k, cons
         for (int64_t r = 0; r < R; r++) {
             if (!scratch) continue;
             int64_t n = T;
-            if (offsets) {
+            if (causal) {
+                n = T - R + r + 1;
+                for (int64_t s = 0; s < n; s++) at[s] = s * ldk;
+            } else if (offsets) {
                 const int64_t b = index ? index[r % B] : r % B, first = offsets[b];
                 n = offsets[b + 1] - first;
                 for (int64_t s = 0; s < n; s++) at[s] = (first + s) * ldk;

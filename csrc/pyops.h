@@ -705,12 +705,13 @@ PYOPS_API pyops_status pyops_attention_backward(
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk,
     int32_t causal, float p, uint64_t key, void *stream);
 
-/* One step of decoding with a query for each of R hypotheses.  CPU library only.
+/* One step of decoding with a query for each of R hypotheses, or R tokens of one.  CPU library only.
  * attention_step   y[r,:] of the query q[r,:], as in attention_forward.
  *                  offsets NULL: over T keys of an array with W rows per token.  Key s is row index[s,r] of token s for s < M, and
  *                  else row r
  *                  offsets (W+1): over the keys of sequence b, rows offsets[b] to offsets[b + 1] - 1, at most T, where b is
  *                  index[r % B], or r % B if index is NULL and B = W
+ *                  causal, with W = 1: the queries are the last R of T tokens of one hypothesis, and see the keys up to their own
  * follow_parents   index[s,r] = before[s,parents[r]] for s < M, else parents[r]: the rows of the T tokens of each hypothesis, if
  *                  hypothesis r continues hypothesis parents[r] of N
  * q, y (R,heads*C)   k, v (T,W,heads*C), or with offsets (rows,heads*C)   attention_step: index (M,R) int32 in [0,W), M <= T,
@@ -720,7 +721,8 @@ PYOPS_API pyops_status pyops_attention_backward(
  */
 PYOPS_API pyops_status pyops_attention_step(
     float *y, const float *q, const float *k, const float *v, const int32_t *index, const int32_t *offsets,
-    int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, void *stream);
+    int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk,
+    int32_t causal, void *stream);
 PYOPS_API pyops_status pyops_follow_parents(
     int32_t *index, const int32_t *before, const int32_t *parents,
     int64_t T, int64_t M, int64_t N, int64_t R, void *stream);

@@ -5,7 +5,7 @@ The tokens of all sentences of a batch are packed: (N,) ids, (N, D) activations,
 each sentence begins.  So nothing is computed for padding.  Ops store nothing: each forward() returns a ctx, which the caller
 passes to backward().  Where two gradients of one array meet, `into=` adds the second to the first.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -274,12 +274,14 @@ class MultiHeadAttention:
             for layer, array in zip((self.k, self.v), out, strict=True):
                 layer.forward(memory, out=array)
 
-    def append(self, x, tokens, t):
-        """Compute the keys and values of token t, x (R, D), in `tokens`.   Return the queries (R, D)."""
+    def append(self, x, tokens, t, given=False):
+        """Compute the keys and values of token t of each hypothesis, x (R, D), in `tokens`; given: of R tokens of one
+        hypothesis from t on.   Return the queries (R, D)."""
+        places = [array[t:t + len(x), 0] if given else array[t, :len(x)] for array in tokens]
         if self.is_compact:
-            return self.qkv.forward(x, out=tokens[0][t, :len(x)])[0][0]
-        for layer, array in zip((self.k, self.v), tokens, strict=True):
-            layer.forward(x, out=array[t, :len(x)])
+            return self.qkv.forward(x, out=places[0])[0][0]
+        for layer, place in zip((self.k, self.v), places, strict=True):
+            layer.forward(x, out=place)
         return self.q.forward(x)[0]
 
     def keys_and_values(self, arrays):
@@ -433,17 +435,19 @@ class DecoderBlock:
 
     def next(self, x, cache, state):
         """Return the block's output for x (R, D) or a Sum, token state.t of the target; its keys and values are added to the
-        cache.
+        cache.  With state.given: for R tokens of one hypothesis from state.t on.
 
-        R is a multiple of the number of sentences B, and row r belongs to sentence r % B.  So in cross-attention the hypotheses
-        of a sentence have the same keys, of which there is one copy.
+        Without it R is a multiple of the number of sentences B, and row r belongs to sentence r % B.  So in cross-attention the
+        hypotheses of a sentence have the same keys, of which there is one copy.
         """
         t, rows = state.t, state.memory_rows
 
         def look_back(n, *into):
             attention = self.self_attention
-            q, (k, v) = attention.append(n, cache.tokens, t), attention.keys_and_values(cache.tokens)
-            if has_step(attention.attention):
+            q, (k, v) = attention.append(n, cache.tokens, t, state.given), attention.keys_and_values(cache.tokens)
+            if state.given:
+                a = attention.attention.step(q, k, v, t + len(n), causal=True)
+            elif has_step(attention.attention):
                 a = attention.attention.step(q, k, v, t + 1, state.index)
             else:
                 a = attention.attention.forward(q[None], k[:t + 1], v[:t + 1])[0][0]
@@ -535,13 +539,14 @@ class Stack:
 class State(NamedTuple):
     """Decoder state: number of tokens decoded, one Cache per block, the Packed rows of the sources, the number of hypotheses,
     the rows of the caches that hold their tokens, and the sentence of each hypothesis, (R,) int32, None for r % B (see
-    Attention.step)."""
+    Attention.step).   given: the next rows are successive tokens of the only hypothesis"""
     t: int
     caches: list[Cache]
     memory_rows: Packed
     hypotheses: int
     index: np.ndarray | None = None
     sources: np.ndarray | None = None
+    given: bool = False
 
     def part(self, t, hypotheses, followed, sentences):
         """Return the State for token t in the memory of this one, see Transformer.reserve.
@@ -644,6 +649,13 @@ class Transformer:
             block.start(memory, cache)
         return state
 
+    def room(self, rows, tokens, sentences, longest):
+        """Return a new State with room for so many hypotheses, source tokens and sentences of at most `longest` tokens."""
+        steps = self.config.num_steps
+        offsets, index, sources = (backend.zeros(n, np.int32) for n in (sentences + 1, steps * rows, rows))
+        caches = [block.reserve(rows, tokens, steps) for block in self.decoder.blocks]
+        return State(0, caches, Packed(offsets, longest), rows, index, sources)
+
     def reserve(self, rows, tokens, sentences, longest):
         """Return a State with room for searches of at most so many hypotheses, source tokens and sentences of at most `longest`
         tokens; and its room (rows, tokens, sentences).  Requires free_rows.
@@ -653,11 +665,8 @@ class Transformer:
         """
         need, (state, room) = (rows, tokens, sentences), self._reserved
         if state is None or longest != state.memory_rows.longest or any(n > has for n, has in zip(need, room, strict=True)):
-            rows, tokens, sentences = room = tuple(max(n + n // 4 + 8, has) for n, has in zip(need, room, strict=True))
-            steps = self.config.num_steps
-            offsets, index, sources = (backend.zeros(n, np.int32) for n in (sentences + 1, steps * rows, rows))
-            caches = [block.reserve(rows, tokens, steps) for block in self.decoder.blocks]
-            self._reserved = State(0, caches, Packed(offsets, longest), rows, index, sources), room
+            room = tuple(max(n + n // 4 + 8, has) for n, has in zip(need, room, strict=True))
+            self._reserved = self.room(*room, longest), room
         return self._reserved
 
     @backend.float32_activations()
@@ -674,10 +683,32 @@ class Transformer:
             state = self.follow(state, parents)
         if sources is not None:
             state = state._replace(sources=sources)
-        x, _ = self.decoder.enter(word, first=state.t)
+        return self._decode(self.decoder.enter(word, first=state.t)[0], state), state._replace(t=state.t + 1)
+
+    def _decode(self, x, state):
         for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
             x = block.next(x, cache, state)
-        return self.decoder.leave(x), state._replace(t=state.t + 1)
+        return self.decoder.leave(x)
+
+    @backend.float32_activations()
+    def given(self, words, positions, state):
+        """Decode the first n tokens of one sentence, which are given: words (n,) int32, each the previous token;
+        positions (n,) int32: 0 to n - 1;  state: from start(), of one hypothesis.   Requires free_rows.
+
+        Return h (n, D), with the bits of n calls of next().  The caches of the state then have their keys and values.
+        """
+        return self._decode(self.decoder.enter(words, positions=positions)[0], state._replace(given=True))
+
+    def draft(self):
+        """Return a Transformer with these weights in int8, for the tokens that a greedy decoder of one sentence checks; None if
+        its weights are not packed float32 on the CPU."""
+        if not is_compact(self.config) or self.config.ops.rounds or not self.free_rows:
+            return None
+        draft = Transformer(replace(self.config, ops=type(self.config.ops)('int8')), seed=None)
+        draft.config.ops.pack(draft.params, self.params.arrays())
+        for name, values in draft.params.arrays().items():
+            values[...] = self.params[name].value
+        return draft
 
     def follow(self, state, parents):
         """Return the State in which hypothesis r continues hypothesis parents[r]."""

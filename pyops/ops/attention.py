@@ -88,13 +88,15 @@ class Attention:
         return dq, dk, dv
 
     def step(self, q: Array, k: Array, v: Array, tokens: int = 0, index: Array | None = None,
-             rows: Packed | None = None) -> Array:
+             rows: Packed | None = None, causal: bool = False) -> Array:
         """Return y (R, D) for a query of each hypothesis, q (R, D), without dropout; for inference on the CPU.
 
         rows: the keys and values k, v (N, D) are packed, and hypothesis r attends to sequence b = r % sentences, or with
         index (B,) int32 to sequence index[r % B]
         None: k, v are (T, W, D), W >= R, and hypothesis r attends to the first `tokens` tokens: row index[s, r] of token s if
         index (M, R) int32 has one, else row r.   follow_parents() returns an index
+        causal: W is 1, and the queries are the last R of `tokens` tokens of one hypothesis: each attends to the tokens up to
+        its own, with the same bits as a step for it
         q, k and v may be columns of larger arrays, k and v of arrays with equally many columns.
         """
         R, D = axes('q', q, 'R D')
@@ -114,7 +116,7 @@ class Attention:
         if index is not None:
             check('index', index, shape, np.int32)
         y = empty((R, D), name=f'{self.name}.y')
-        launch('attention_step', y, q, k, v, index, offsets, R, *sizes, self.heads, C, *between)
+        launch('attention_step', y, q, k, v, index, offsets, R, *sizes, self.heads, C, *between, causal)
         return y
 
     def weights(self, ctx: Ctx) -> Array:

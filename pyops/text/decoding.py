@@ -11,8 +11,11 @@ A model provides
     free_rows                          whether next() takes sources.  If not, R is a multiple of B
     reserve(rows, tokens, sentences, longest), start(source, reserved), follow(state, parents)
                                        optional: memory for the states of all searches, see _SizedSteps and transformer.model
+    draft(), given(words, positions, state), room(rows, tokens, sentences, longest)
+                                       optional: a faster model, whose tokens are checked: see _Draft and transformer.model
     output.prepare(), output.predict(h, prepared), output.topk(h, k)        see LinearCrossEntropy
 """
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,8 +24,10 @@ import numpy as np
 
 from pyops import backend, plan
 from pyops.errors import UserError
+from pyops.ops.packed import Packed
 from pyops.steps import SizedPlan
 from pyops.text.flags import LARGEST_BEAM, LARGEST_PENALTY, LENGTH_PENALTY
+from pyops.text.pairs import Sequences
 from pyops.text.vocabulary import BOS, EOS, PAD
 
 REPEATS = 4             # copies of an n-gram in a row that end a hypothesis
@@ -38,7 +43,7 @@ class Decoder:
     """Greedy decoding: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after <eos>.
 
     Valid while the weights are unchanged.  The output layer is prepared once, and small sources are decoded by plans: see
-    _PlansBySize.
+    _PlansBySize.  A sentence alone is decoded with a draft, if the model has one: see _Draft.
     """
 
     def __init__(self, model, num_steps):
@@ -49,11 +54,19 @@ class Decoder:
     def __call__(self, source):
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
-        plans, B = self._plans.get(source), source.rows.sentences
-        steps = None if plans else self._sized.start(source, B)
+        B = source.rows.sentences
         tokens, rows = np.full((self.num_steps, B), PAD, np.int32), np.arange(B, dtype=np.int32)
-        open_, word, parents, sources = np.ones(B, bool), _begin(B), None, None
-        for t in range(self.num_steps):
+        open_, word, parents, sources, first = np.ones(B, bool), _begin(B), None, None, 0
+        if B == 1 and self._draft and self._draft.is_worthwhile:
+            found, state = self._draft.decode(source)
+            first, plans, steps = len(found), None, _Steps(self.model, self._predict, state)
+            tokens[:first, 0], word = found, found[-1:]
+            if first == self.num_steps or word[0] == EOS:
+                return tokens[:first]
+        else:
+            plans = self._plans.get(source)
+            steps = None if plans else self._sized.start(source, B)
+        for t in range(first, self.num_steps):
             if plans:
                 word, state = plans.step(t)
             else:
@@ -71,6 +84,12 @@ class Decoder:
                 word, parents, sources = found[kept], kept, rows
         return tokens[:t + 1]
 
+    @functools.cached_property
+    def _draft(self):
+        """The _Draft of a model that has one, else None."""
+        draft = self.model.draft() if hasattr(self.model, 'draft') else None
+        return None if draft is None else _Draft(self.model, draft, self._predict, self.num_steps)
+
     def next(self, word, state):
         """Return the next token of each row, (R,) int32, and the state after it."""
         h, state = self.model.next(word, state)
@@ -78,6 +97,57 @@ class Decoder:
 
     def _predict(self, h):
         return self.model.output.predict(h, self._prepared)
+
+
+class _Draft:
+    """Greedy decoding of one sentence by a model and its draft, a faster model with nearly the same weights.
+
+    The draft decodes the sentence.  Then the model predicts all tokens in one pass, given the draft's: it reads its weights
+    once instead of once for each token, which takes most of the time of a step with one row.  Up to the first difference these
+    are the model's own tokens, since a row has the same bits among others as alone; from there on it decodes step by step.
+
+    The draft is dropped after LEAST tokens if fewer than half were right.
+    """
+    LEAST = 256
+
+    def __init__(self, model, draft, predict, num_steps):
+        longest = model.config.num_steps
+        self._model, self._predict, self._decode = model, predict, Decoder(draft, num_steps)
+        self._state = model.room(1, longest, 1, longest)
+        self._ids, self._offsets = backend.zeros(longest, np.int32), self._state.memory_rows.offsets
+        self._words, self._positions = _begin(num_steps), np.arange(max(num_steps, longest), dtype=np.int32)
+        self._drafted = self._right = 0
+        self._plan, capacity = None, (longest, num_steps)
+        if min(capacity) >= _SizedSteps.LEAST:
+            with SizedPlan(run=False) as self._plan:
+                self._plan.results = self._check(*capacity)
+            self._plan.learn_sizes(self._check, capacity)
+
+    @property
+    def is_worthwhile(self):
+        return self._drafted < self.LEAST or 2 * self._right >= self._drafted
+
+    def decode(self, source):
+        """Return the tokens of a source of one sentence up to the first that differs from the draft's, (n,) int32, and the
+        state after them, valid until the next call."""
+        drafted = self._decode(source)[:, 0]
+        N, n = len(source.ids), len(drafted)
+        self._ids[:N], self._offsets[1] = source.ids, N
+        self._words[1:n] = drafted[:-1]
+        if self._plan:
+            self._plan.resize((N, n))
+            self._plan.run()
+        found = _first(self._plan.results, n) if self._plan else self._check(N, n)
+        wrong = np.flatnonzero(found != drafted)[:1]
+        kept = int(wrong[0]) + 1 if len(wrong) else n
+        self._drafted, self._right = self._drafted + n, self._right + kept - len(wrong)
+        return found[:kept].copy(), self._state.part(kept, 1, 0, 1)._replace(index=None)
+
+    def _check(self, N, n):
+        """Return the n tokens that the model predicts for a source of N tokens, given the draft's."""
+        rows = Packed(self._offsets, N)
+        state = self._model.start(Sequences(self._ids[:N], self._positions[:N], rows), self._state)
+        return self._predict(self._model.given(self._words[:n], self._positions[:n], state))
 
 
 def _drops(model, is_open, plans):

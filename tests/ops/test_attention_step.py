@@ -59,6 +59,23 @@ def test_a_hypothesis_attends_to_the_source_that_an_index_names():
     assert op.step(q, k, v, index=index, rows=Packed(starts, 7)).tobytes() == want.tobytes()
 
 
+@pytest.mark.parametrize('R,T,heads,C', [(1, 1, 1, 4), (5, 5, 2, 16), (3, 9, 4, 7), (20, 33, 2, 64)])
+def test_successive_tokens_have_the_bits_of_a_step_for_each(R, T, heads, C):
+    q, op = normal(R, heads * C), Attention(heads)
+    k, v = normal(T + 3, 1, heads * C, seed=1), normal(T + 3, 1, heads * C, seed=2)
+    y = op.step(q, k, v, T, causal=True)
+    for r in range(R):
+        assert op.step(q[r:r + 1], k, v, T - R + r + 1).tobytes() == y[r:r + 1].tobytes()
+
+
+def test_successive_tokens_are_those_of_one_hypothesis_and_at_most_as_many_as_keys():
+    k = normal(3, 2, 8)
+    for wide, R, text in ((2, 2, 'W=2 with causal, expected W=1 without index and offsets'),
+                          (1, 4, r'R=4 W=1 M=0 T=3, expected R of at most W \(with causal T\)')):
+        with pytest.raises(ValueError, match=text):
+            Attention(1).step(normal(R, 8), k[:, :wide].copy(), k[:, :wide].copy(), 3, causal=True)
+
+
 def test_queries_keys_and_values_may_be_columns_of_one_array():
     all_three = normal(6, 5, 3 * 24)
     q, k, v = all_three[5, :, :24], all_three[..., 24:48], all_three[..., 48:]

@@ -13,6 +13,7 @@ import pyops
 from pyops import backend, checkpoint
 from pyops.errors import UserError
 from pyops.ops import Attention
+from pyops.text import decoding
 from pyops.text import translator as module
 from pyops.text.pairs import Sequences
 from pyops.text.translator import Translator
@@ -374,6 +375,56 @@ def test_a_translator_in_float32_packs_its_weights_and_reset_packs_them_again(ke
         one.model.params['output.weight'].value[5:] *= -1
         one.reset()
     assert found() != before
+
+
+@on_the_cpu
+def test_a_sentence_alone_is_decoded_with_a_draft_whatever_its_tokens_are(kept, monkeypatch):
+    """The draft has the tokens of the int8 model, others from a place on, no end, or none of the right ones."""
+    folder, texts = kept
+    model, texts = pyops.load(folder), [text for text in texts if text]
+    want, checked, drafted = model.translate(texts, beam=1), [], decoding.Decoder.__call__
+    check = decoding._Draft._check
+    monkeypatch.setattr(decoding._Draft, '_check', lambda *sizes: checked.append(1) or check(*sizes))
+    rng = np.random.default_rng(0)
+
+    def changed(tokens, change):
+        tokens = tokens.copy()
+        n = int(rng.integers(len(tokens)))
+        if change == 'other':
+            tokens[n:] = rng.integers(EOS + 1, 50, tokens[n:].shape)
+        if change == 'shorter':
+            tokens = tokens[:n + 1]
+            tokens[n] = EOS
+        if change == 'longer':
+            more = rng.integers(EOS + 1, 50, (model.num_steps - len(tokens) + 1, 1))
+            tokens = np.concatenate([tokens[:-1], more], dtype=np.int32)
+        return tokens
+    for change in ('none', 'other', 'shorter', 'longer'):
+        monkeypatch.setattr(decoding._Draft, 'LEAST', 10**9)
+
+        def decode(decoder, source, change=change):
+            tokens = drafted(decoder, source)
+            return changed(tokens, change) if getattr(decoder.model.config.ops, 'rounds', False) else tokens
+        monkeypatch.setattr(decoding.Decoder, '__call__', decode)
+        model.reset()
+        assert [model.translate(text, beam=1) for text in texts] == want, change
+    assert bool(checked) == hasattr(model.model, 'draft')
+
+
+@on_the_cpu
+def test_a_draft_that_is_mostly_wrong_is_not_used_any_longer(kept, monkeypatch):
+    folder, texts = kept
+    model = pyops.load(folder)
+    if not hasattr(model.model, 'draft'):
+        assert model.translate(texts[1], beam=1) == model.translate(texts[:3], beam=1)[1]
+        return
+    draft, calls, decode = model.model.draft(), [], decoding._Draft.decode
+    draft.output.compact.values[...] = 0                        # then all logits are equal, and token 0 is the first
+    monkeypatch.setattr(model.model, 'draft', lambda: draft, raising=False)
+    monkeypatch.setattr(decoding._Draft, 'decode', lambda self, source: calls.append(1) or decode(self, source))
+    want = model.translate(texts, beam=1)
+    assert [model.translate(text, beam=1) for text in texts] == want
+    assert 0 < len(calls) <= -(-decoding._Draft.LEAST // model.num_steps)
 
 
 @on_the_cpu
