@@ -17,6 +17,7 @@ from conftest import ROOT, environment_without
 from ranks import needs_mpi
 
 from bench import contest, eager, floor, formats, gpu_check, kills, results, scaling, serve, table, train, translate
+from bench import files as bench_files
 from bench.contest import NAMES
 from bench.gpu_contest import Run
 from pyops import backend, quantization
@@ -300,6 +301,44 @@ def test_ctranslate2_takes_part_in_the_contest_of_the_transformer_only(monkeypat
     monkeypatch.setattr(translate.importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match='^--ctranslate2: ctranslate2 is not installed; install it: .* install ctranslate2$'):
         translate.main(['transformer', '--no-torch', '--ctranslate2', 'int8'])
+
+
+def test_the_contest_of_files_checks_lines_and_order(capsys, monkeypatch):
+    pytest.importorskip('sacrebleu', reason='sacrebleu is not installed: pip install sacrebleu')
+    from server import checkpoint
+    monkeypatch.setattr(bench_files, 'SAMPLE', 5)
+    flags = [checkpoint(), '-f', 'embedded', '--sentences', '3000', '--beam', '2', '1', '--no-ctranslate2', '--threads', '1',
+             '--json']
+    assert bench_files.main(flags) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told['beams']) == ['2', '1'] and told['sentences'] == 3000
+    for figures in told['beams'].values():
+        ours = figures['ours/float32']
+        assert ours['turns'] >= bench_files.LEAST and min(ours['per_s'], ours['per_cpu_s'], ours['peak_mib_few']) > 0
+        assert ours['peak_mib'] >= ours['peak_mib_few'] and 0 <= ours['bleu'] <= 100
+    lines = bench_files._lines
+    monkeypatch.setattr(bench_files, '_lines', lambda path, count: [*lines(path, count)][::1 if 'sample' in path.name else -1])
+    assert bench_files.main([*flags[:6], *flags[7:]]) == 1                  # the order of the translations is reversed
+    assert 'have another translation alone' in capsys.readouterr().err
+
+
+def test_ctranslate2_translates_a_file_as_we_do(capsys):
+    for package in ('ctranslate2', 'sacrebleu'):
+        pytest.importorskip(package, reason=f'{package} is not installed: pip install {package}')
+    from server import checkpoint
+    flags = [checkpoint(), '-f', 'embedded', '--sentences', '40', '--beam', '1', '--threads', '1']
+    assert bench_files.main([*flags, '--json']) == 0
+    figures = json.loads(capsys.readouterr().out)['beams']['1']
+    assert figures['ours/float32']['bleu'] == figures['ct2/float32']['bleu'] > 0
+    bench_files.print_table(1, figures, 40)
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith('beam 1') and [row.split()[0] for row in rows] == ['pyops', 'CTranslate2']
+
+
+def test_a_contest_of_files_without_ctranslate2_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(contest.importlib.util, 'find_spec', lambda name: None if name == 'ctranslate2' else True)
+    with pytest.raises(UserError, match='^ctranslate2 is not installed; install it with: .* -m pip install ctranslate2$'):
+        bench_files.main(['ckpt'])
 
 
 def test_the_load_of_the_server_compares_every_answer(capsys, monkeypatch):
