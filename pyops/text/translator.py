@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PROGRAMS = 'seq2seq', 'transformer'     # each has a module `translate` with build(settings, source_size, target_size) -> model
 DECODERS = 8            # searches whose decoders are kept: each has a copy of the output layer, and plans
 WINDOW = 32             # batches of a stream that are read before the first is translated, and sorted by length
+_TOKENS = 5120          # source tokens of a batch on the CPU, if it has more than one text: they bound its memory
 _GPU_ROWS = 64          # sentences of every batch on a GPU
 _WEIGHTS = 1 << 20      # elements of an attention matrix of a batch, per head
 _SHOWN = 60             # characters of a text in a warning
@@ -167,7 +168,8 @@ class Translator:
         nbest: if it is above 1, each result is a list of at most nbest translations, the best first
         beam=1: greedy decoding
         max_len: the largest number of tokens of a translation, end mark included; default and largest: num_steps
-        batch_size: texts that are translated together; default: BATCH_ROWS hypotheses, so BATCH_ROWS // beam texts
+        batch_size: texts that are translated together, fewer if they are long; default: BATCH_ROWS hypotheses, so
+                    BATCH_ROWS // beam texts
         A text without words has the translation ''; a longer text than the model reads is cut: see Translation.cut.
         On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
         UserError for a setting that is out of range; TypeError for a text that is not a str.
@@ -286,8 +288,14 @@ class Translator:
         results = [_Found(words[n], sources[n], max(0, int(lengths[n]) + 1 - self.num_steps), []) for n in range(len(words))]
         with _DEVICE, backend.on(self._device):
             decode, rows = self._decoder(search, scores), _rows(batch_size)
-            for first in range(0, len(order), rows):
-                some = order[first:first + rows]
+            if len(order) > rows and self._device.is_host and hasattr(self.model, 'reserve') and self.model.free_rows:
+                # Once for all batches: memory that grows with them would be allocated several times.
+                self.model.reserve(rows * search.beam, min(rows * self.num_steps, _TOKENS), rows, self.num_steps)
+            while len(order):
+                some, most = order[:rows], np.minimum(lengths[order[:rows]] + 1, self.num_steps)
+                if self._device.is_host:
+                    some = some[:max(1, int(np.searchsorted(most * np.arange(1, len(some) + 1), _TOKENS, 'right')))]
+                order = order[len(some):]
                 filled = some if self._device.is_host else np.resize(some, rows)
                 outputs = decode(Sequences.of([sources[n] for n in filled], self.num_steps))
                 for n, hypotheses in zip(some, outputs, strict=False):

@@ -329,6 +329,25 @@ def test_load_refuses_other_checkpoints_and_names_damaged_ones(tmp_path):
     assert translator.path.endswith('_1.safetensors') and str(newest) in warning
 
 
+@on_the_cpu
+def test_a_batch_has_fewer_texts_if_they_are_long_and_all_batches_use_the_same_memory(trained, monkeypatch):
+    translator, texts = trained
+    expected, batches, of, rooms = translator.translate(texts, beam=2), [], Sequences.of, []
+    if hasattr(translator.model, 'room'):
+        room = translator.model.room
+        monkeypatch.setattr(translator.model, '_reserved', (None, (0, 0, 0)))
+        monkeypatch.setattr(translator.model, 'room', lambda *sizes: rooms.append(sizes) or room(*sizes), raising=False)
+        monkeypatch.setattr(decoding._PlansBySize, 'LARGEST', 0)        # then all batches take the plan of any size
+    monkeypatch.setattr(module, '_TOKENS', 20)
+    monkeypatch.setattr(Sequences, 'of', lambda some, longest: batches.append([len(ids) for ids in some]) or of(some, longest))
+    assert translator.translate(texts, beam=2, batch_size=5) == expected
+    lengths = [length for some in batches for length in some]
+    assert lengths == sorted(lengths) and len(lengths) == len(texts)
+    assert all(len(some) * some[-1] <= 20 and len(some) <= 5 for some in batches)
+    assert len(rooms) == hasattr(translator.model, 'room')
+    assert len({len(some) for some in batches[:-1]}) > 1
+
+
 # ---- compute types ---------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module', params=[('transformer', TINY_TRANSFORMER), ('seq2seq', TINY_SEQ2SEQ)], ids=lambda some: some[0])
