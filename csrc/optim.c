@@ -57,8 +57,20 @@ pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *
 
 int64_t pyops_grad_norm_work(int64_t n) { return 2 * ((n + CHUNK - 1) / CHUNK); }
 
-pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touched, float *work, int64_t n, void *stream) {
+pyops_status pyops_norm_of_chunks(float *norm, const float *work, int64_t n, void *stream) {
     (void)stream;
+    PYOPS_REQUIRE(n >= 0, "norm_of_chunks: n=%lld, expected at least 0", LL(n));
+    double sum = 0.0;
+    for (int64_t i = 0; i < (n + CHUNK - 1) / CHUNK; i++) {
+        double s;
+        memcpy(&s, work + 2 * i, sizeof s);
+        sum += s;
+    }
+    norm[0] = (float)sqrt(sum);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touched, float *work, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     const int64_t chunks = (n + CHUNK - 1) / CHUNK;
@@ -70,14 +82,7 @@ pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touc
             if (pyops_is_touched(touched, b)) s += k->sum_squares(grad + b, pyops_min(PYOPS_GRAD_BLOCK, end - b));
         memcpy(work + 2 * i, &s, sizeof s);           /* a double in two floats */
     }
-    double sum = 0.0;
-    for (int64_t i = 0; i < chunks; i++) {
-        double s;
-        memcpy(&s, work + 2 * i, sizeof s);
-        sum += s;
-    }
-    norm[0] = (float)sqrt(sum);
-    return PYOPS_OK;
+    return pyops_norm_of_chunks(norm, work, n, stream);
 }
 
 pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {

@@ -1015,9 +1015,10 @@ enum { PYOPS_GRAD_BLOCK = 256, PYOPS_TOUCHED = 1, PYOPS_DENSE = 2, PYOPS_NORM_CH
 PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream);
 
 /* ---- optimiser: one call for all parameters, stored in one buffer ---------------------------
- * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n).  On a CPU
- *            chunks have PYOPS_NORM_CHUNK floats, and work begins with the sum of squares of each, a double: the norm is the
- *            root of their sum in order, so ranks that own whole chunks can compute it together
+ * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n).  It begins,
+ *            at a multiple of 8 bytes, with the sum of squares of each chunk, a double.  PYOPS_NORM_CHUNK floats are whole chunks
+ * norm_of_chunks  the end of grad_norm alone: norm[0] from the sums of all chunks of n floats, which are in work.  So ranks that
+ *            have the sums of whole chunks each can compute the norm together
  * clip       grad[i] *= min(1, max_norm / norm[0])
  * adam       g = grad[i] * min(1, max_norm / norm[0]) + weight_decay param[i]     (norm NULL: not clipped; grad is unchanged)
  *            m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
@@ -1033,6 +1034,7 @@ PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t
 PYOPS_API pyops_status pyops_grad_norm(
     float *norm, const float *grad, const int32_t *touched, float *work, int64_t n, void *stream);
 PYOPS_API int64_t pyops_grad_norm_work(int64_t n);
+PYOPS_API pyops_status pyops_norm_of_chunks(float *norm, const float *work, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream);
 PYOPS_API pyops_status pyops_adam(
     float *param, float *m, float *v,

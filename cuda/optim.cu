@@ -48,10 +48,25 @@ namespace {
 // A block sums the squares of a chunk, and the last block to finish adds the sums of the chunks.  All sums are in double, since
 // float32 would lose small gradients among ten million.  Their order depends only on the number of elements.
 static constexpr int NORM_THREADS = 256, CHUNK = 8192;
+static_assert(PYOPS_NORM_CHUNK % CHUNK == 0, "ranks share multiples of PYOPS_NORM_CHUNK, which must be whole chunks");
 }
 extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64_t>(n, CHUNK) + 1; }
 
 namespace {
+// norm[0] = the root of the sum of all chunks, by one block.
+DEVICE void root_of_sum(float *norm, const double *sums, int64_t chunks, double *of_warps) {
+    double sum = 0.0;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < chunks; i += NORM_THREADS) sum += sums[i];
+    sum = block_sum(sum, of_warps);
+    if (threadIdx.x == 0) norm[0] = static_cast<float>(sqrt(sum));
+}
+
+static __global__ void __launch_bounds__(NORM_THREADS) root_of_chunks(float *norm, const double *sums, int64_t chunks) {
+    SHARED(double, of_warps, [NORM_THREADS / 32]);
+    root_of_sum(norm, sums, chunks, of_warps);
+}
+
 // sums[chunk] = sum of the squares of a chunk, one per block; a thread has four loads in flight.
 static_assert(CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 static __global__ void __launch_bounds__(NORM_THREADS)
@@ -77,12 +92,7 @@ static __global__ void __launch_bounds__(NORM_THREADS)
     }
     sum = block_sum(sum, of_warps);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
-    if (!block_arrives_last(ticket, gridDim.x)) return;
-    sum = 0.0;
-#pragma unroll 4
-    for (int64_t i = threadIdx.x; i < gridDim.x; i += NORM_THREADS) sum += sums[i];
-    sum = block_sum(sum, of_warps);
-    if (threadIdx.x == 0) norm[0] = static_cast<float>(sqrt(sum));
+    if (block_arrives_last(ticket, gridDim.x)) root_of_sum(norm, sums, gridDim.x, of_warps);
 }
 }
 
@@ -96,6 +106,14 @@ extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, const in
     return pyops_launched("grad_norm",
                           LAUNCH(root_of_squares, blocks, NORM_THREADS, 0, stream_of(stream), norm, sums_of(work), ticket, grad,
                                  touched, n, aligned(grad)),
+                          stream);
+}
+
+extern "C" pyops_status pyops_norm_of_chunks(float *norm, const float *work, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "norm_of_chunks: n=%lld, expected at least 0", LL(n));
+    return pyops_launched("norm_of_chunks",
+                          LAUNCH(root_of_chunks, 1, NORM_THREADS, 0, stream_of(stream), norm,
+                                 sums_of(const_cast<float *>(work)), blocks_for<int64_t>(n, CHUNK)),
                           stream);
 }
 

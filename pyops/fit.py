@@ -603,7 +603,7 @@ def restore(params, optimizer, arrays, path, left_out=()):
 
     Raises UserError naming the first tensor that is missing, unknown or of another shape.
     """
-    whole = optimizer and params.shares and [backend.zeros(params.values.size) for _ in range(2)]
+    whole = optimizer and params.shares and [np.zeros(params.values.size, np.float32) for _ in range(2)]
     places = tensors(params, optimizer, whole)
     if not optimizer:
         arrays = {name: tensor for name, tensor in arrays.items() if name.startswith('parameter/')}

@@ -202,8 +202,6 @@ def use_ranks(args):
     distributed.init()
     if distributed.size() == 1:
         return
-    if args.gpu and args.shard_optimizer:
-        raise UserError('--shard-optimizer: ranks share moments on CPUs only; leave it out, or give -g 0')
     if not args.threads and not os.environ.get('OMP_NUM_THREADS'):
         backend.set_threads(distributed.share_cores())
 

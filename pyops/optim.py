@@ -152,7 +152,11 @@ class Optimizer:
         self.histories: Any = None      # AmaxHistories of operands with delayed scaling (pyops.quantization)
         self.average: Any = None        # moving average of params.values, after average_parameters()
         self.decay: float = 0.0
-        self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
+        if self.params is not None and self.params.shares is not None:
+            self._work, self._work_of_share = self.params.shares.norm_work()
+        else:
+            self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
+            self._work_of_share = self._work
 
     _pending: Sequence[dict[str, Any]] = ()
     _recorded: tuple[Any, Any, Any] | None = None       # key, Calls of a step, the arrays that they use; see _record
@@ -265,7 +269,7 @@ class Optimizer:
 
     def _find_norm(self, units: Sequence[Any]) -> None:
         """Compute the global norm."""
-        _find_norm(units, self.norm, None if len(units) == 1 else self._norms, self._work)
+        _find_norm(units, self.norm, None if len(units) == 1 else self._norms, self._work_of_share)
 
     def average_parameters(self, decay: float) -> None:
         """From now on keep an exponential moving average of the parameters in `average`: each step moves it towards them by
@@ -717,5 +721,6 @@ def decaying_rate(optimizer: Optimizer, lr: float, warmup: int, total: int, kind
         backend.launch('decaying_rate', rate, optimizer.count, warmup, max(hold, warmup), total, lr, final, DECAYS.index(kind))
 
 
-declare(adam=Kernel(), sgd=Kernel(), decay_weights=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel(),
-        decaying_rate=Kernel(), ema=Kernel(), muon_momentum=Kernel(), muon_polynomial=Kernel(), muon_update=Kernel())
+declare(adam=Kernel(), sgd=Kernel(), decay_weights=Kernel(), grad_norm=Kernel(), norm_of_chunks=Kernel(), clip=Kernel(),
+        inverse_square_root=Kernel(), decaying_rate=Kernel(), ema=Kernel(), muon_momentum=Kernel(), muon_polynomial=Kernel(),
+        muon_update=Kernel())

@@ -402,14 +402,24 @@ class CutSteps:
         """Sum gradients and losses over ranks, and update the parameters."""
         if distributed.size() > 1:
             arrays = {'gradients': self._params.grads} | ({} if self._amax is None else {'amax': self._amax})
-            backend.call('all_reduce' if self._params.shares is None else 'reduce_scatter',
-                         Queued(self._sum_over_ranks) if distributed.on_gpus() else self._sum_over_ranks, arrays,
-                         arrays | {'losses': self._losses})
+            name, function = 'all_reduce' if self._params.shares is None else 'reduce_scatter', self._sum_over_ranks
+            if distributed.on_gpus():
+                function = Queued(function)
+                if self._sum.is_sparse:             # apart, since a graph can only contain the rest
+                    gradients = {'gradients': self._params.grads, 'touched': self._params.touched}
+                    backend.call(f'{name}_sparse', self._sum_sparse_over_ranks, gradients, gradients)
+            backend.call(name, function, arrays, arrays | {'losses': self._losses})
         self._set_loss()
         self._step.update(self.cut.loss)
 
+    def _sum_sparse_over_ranks(self) -> None:
+        self._sum.sparse_over_ranks(self.cut.fast)
+
     def _sum_over_ranks(self) -> None:
-        self._sum.over_ranks(self.cut.fast)
+        if distributed.on_gpus():
+            self._sum.dense_over_ranks(self.cut.fast)
+        else:
+            self._sum.over_ranks(self.cut.fast)
         distributed.all_reduce(self._losses)            # each is 0 on all ranks but one, so no sum is rounded
         if self._amax is not None:
             distributed.all_max(self._amax)

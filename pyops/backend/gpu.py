@@ -306,7 +306,8 @@ class GPU(KernelOperations):
     def synchronize(self):
         _call('pyops_stream_synchronize', self.stream)
 
-    # The second stream is for sums over ranks.  Its work must use memory that nobody frees: the pool assumes one stream.
+    # The second stream is for sums over ranks.  Its work must use memory that nobody frees before join(): the pool assumes one
+    # stream.
 
     @functools.cached_property
     def second_stream(self):
@@ -390,7 +391,7 @@ class _Lease:
 
 class Graph(Calls):
     """Recorded calls as CUDA graphs, one for each of the sizes that the arguments were last changed to, and for each section of
-    the calls that runs repeatedly.
+    the calls that runs repeatedly.  A Python function that does more than queue work divides a section.
 
     The second run with the same sizes captures a graph, because kernel loading and setup in the first are not allowed
     during capture.  A graph contains the arguments, so later changes to other sizes and back do not affect it.  A change of
@@ -409,24 +410,38 @@ class Graph(Calls):
     def run(self, first=0, last=None, repeated=False):
         whole = not first and last is None
         section = first, len(self.kernels) if last is None else last
-        if not (whole or repeated) or not self._can_capture(*section):
+        if not (whole or repeated):
             return super().run(*section)
         if self._precision != self._device.precision:
             self._drop()
             self._precision = self._device.precision
+        for piece in self._pieces(*section):
+            if isinstance(piece, int):
+                self._functions[piece]()
+            else:
+                self._run_captured(piece)
+
+    def _pieces(self, first, last):
+        """Return the parts of the calls [first, last) in order: (first, last) of calls that a graph can contain, and numbers of
+        functions between them.  A graph cannot call Python, but a Queued only queues work."""
+        found = []
+        for i, function in self._functions.items():
+            if first <= i < last and not isinstance(function, Queued):
+                found += [(first, i), i]
+                first = i + 1
+        return [piece for piece in [*found, (first, last)] if isinstance(piece, int) or piece[0] < piece[1]]
+
+    def _run_captured(self, section):
+        """Run the calls of a section as a graph, which the second run captures."""
         graphs = self._graphs[self._sizes] = self._graphs.pop(self._sizes, {})      # the last entry: the most recently used
         if len(self._graphs) > self.LARGEST:
             self._free(self._graphs.pop(next(iter(self._graphs))).values())
         if section not in graphs:
-            super().run(*section)
+            self._run(*section, timed=False)
             graphs[section] = None
             return
         graphs[section] = graphs[section] or self._capture(*section)
         _call('pyops_graph_launch', graphs[section], self._stream)
-
-    def _can_capture(self, first, last):
-        """Return whether a graph can contain these calls: it cannot call Python, but a Queued only queues work."""
-        return all(isinstance(function, Queued) for i, function in self._functions.items() if first <= i < last)
 
     def change(self, places, values, sizes):
         """Replace arguments.  sizes: hashable; equal sizes must come with equal values, so that their graph is still valid."""

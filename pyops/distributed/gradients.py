@@ -32,9 +32,9 @@ class GradientSum:
     A rank has consecutive parts, a power of two of them, so it computes a whole subtree, and the sum over ranks is the rest of
     the tree: its bits do not depend on the number of ranks.
 
-    Of a sparse gradient (pyops.params.Spec) only the blocks that are marked in `touched` are added and sent.  The other blocks
-    are 0, so the sums have the same bits.  In the end each rank has the marks of all ranks.
-    On the CPU a level of the tree needs a copy of the gradients, log2(parts) in all.
+    Of a sparse gradient (pyops.params.Spec) only the blocks that are marked in `touched` are sent, and on a CPU added.  The
+    other blocks are 0, so the sums have the same bits.  In the end each rank has the marks of all ranks.
+    A level of the tree needs a copy of the gradients, log2(parts) in all.
 
     Dense gradients may be sent in blocks while the last part is computed:
 
@@ -50,12 +50,15 @@ class GradientSum:
     def __init__(self, params: Parameters) -> None:
         self._grads: Any = params.grads
         self._touched: Any = params.touched             # None: all gradients are dense
+        self.is_sparse = self._touched is not None
         self._shares = params.shares
         self._one = backend.put(np.ones(1, np.float32))
         self._levels: list[tuple[Any, Any]] = []        # the gradients of the left half of a subtree, and their blocks
         self._block, n = library.cpu().lib.PYOPS_GRAD_BLOCK, params.grads.size
-        self._is_sparse = self._touched is not None and backend.current_device().is_host
-        self._dense = self._dense_ranges(n) if self._is_sparse else [(0, n)]
+        self._dense = self._dense_ranges(n) if self.is_sparse else [(0, n)]
+        # A GPU adds all sparse blocks of its parts: that takes less time than its host takes to learn which are marked.
+        self._adds_marked = self.is_sparse and backend.current_device().is_host
+        self._sparse = [] if self._adds_marked else _gaps(self._dense, n)
         self._parts = self._count = self._sent = 0
         self._starts = sorted(start for _, (start, _), _ in params.parts())
         self.blocks: list[list[tuple[int, int]]] = []
@@ -82,7 +85,7 @@ class GradientSum:
     def _dense_ranges(self, n: int) -> list[tuple[int, int]]:
         """Return (first, end) of the elements in dense blocks, and in a last block that is not whole."""
         whole = n // self._block
-        is_dense = (self._touched[:whole] & library.cpu().lib.PYOPS_DENSE) != 0
+        is_dense = (backend.get(self._touched)[:whole] & library.cpu().lib.PYOPS_DENSE) != 0
         edges = np.flatnonzero(np.diff(np.concatenate([[False], is_dense, [False]]).astype(np.int8))) * self._block
         ranges = [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
         return ranges + ([(whole * self._block, n)] if n % self._block else [])
@@ -139,7 +142,7 @@ class GradientSum:
     def _marked(self) -> np.ndarray:
         """Return the sparse blocks whose gradients may be nonzero."""
         whole = self._grads.size // self._block
-        return np.flatnonzero(self._touched[:whole] == library.cpu().lib.PYOPS_TOUCHED)
+        return np.flatnonzero(backend.get(self._touched)[:whole] == library.cpu().lib.PYOPS_TOUCHED)
 
     def _rows(self, flat: Any) -> Any:
         return flat[:flat.size // self._block * self._block].reshape(-1, self._block)
@@ -149,25 +152,25 @@ class GradientSum:
         if level == len(self._levels):
             self._levels.append((backend.zeros(self._grads.size), None))
         kept, marked = self._levels[level][0], None
-        for first, end in self._dense:
+        for first, end in self._dense + self._sparse:
             backend.copy(kept[first:end], self._grads[first:end])
-        if self._is_sparse:
+        if self._adds_marked:
             marked = self._marked()
             self._rows(kept)[marked] = self._rows(self._grads)[marked]
-        elif self._touched is not None:
-            marked = backend.get(self._touched).copy()
+        elif self.is_sparse:
+            marked = self._touched.copy()
         self._levels[level] = kept, marked
 
     def _merge(self, level: int) -> None:
         """Add a level of the tree to the gradients."""
         kept, marked = self._levels[level]
-        for first, end in self._not_sent():
+        for first, end in self._not_sent() + self._sparse:
             self._merge_dense(level, first, end)
-        if self._is_sparse:
+        if self._adds_marked:
             self._rows(self._grads)[marked] += self._rows(kept)[marked]
             self._touched[marked] |= library.cpu().lib.PYOPS_TOUCHED
-        elif self._touched is not None:
-            self._touched[...] = backend.get(self._touched) | marked
+        elif self.is_sparse:
+            self._touched[...] = self._touched.maximum(marked)      # the or: the upper one of the two bits never changes
 
     def _merge_dense(self, level: int, first: int, end: int) -> None:
         backend.launch('axpy', self._grads[first:end], self._levels[level][0][first:end], self._one, end - first)
@@ -175,43 +178,56 @@ class GradientSum:
     def over_ranks(self, fast: bool = False) -> None:
         """Replace the gradients by their sum over all ranks; with shares, only the share of this rank, and the rest is
         undefined.   fast: in the order of the library of MPI or NCCL"""
+        self.dense_over_ranks(fast)
+        self.sparse_over_ranks(fast)
+
+    def dense_over_ranks(self, fast: bool = False) -> None:
+        """Do what over_ranks does to the dense gradients.  On GPUs it only queues work, which a graph can contain."""
         if world.size() == 1:
-            return
-        if network := world.current().network:
-            network.fork()
-            for first, end in self._not_sent():
-                self._reduce(first, end, fast)
-            if self._touched is not None:
-                network.largest_of_each(self._touched)      # the or: the upper one of the two bits is the same on all ranks
-            network.join()
             return
         for one in self._sums:
             one.result()
         self._sums.clear()
         world.current().is_patient = False
-        for first, end in self._not_sent():
-            self._reduce(first, end, fast)
-        if self._is_sparse:
-            bit = library.cpu().lib.PYOPS_TOUCHED
-            whole = len(self._grads) // self._block
-            bits = world.union(np.packbits(self._touched[:whole] == bit))
-            marked = np.flatnonzero(np.unpackbits(bits, count=whole))
-            blocks = self._rows(self._grads)[marked]
-            if self._shares is None:
-                world.all_reduce(blocks, fast)
-            else:
+        with world.current().messages_of_gpus():
+            for first, end in self._not_sent():
+                self._reduce(first, end, fast)
+
+    def sparse_over_ranks(self, fast: bool = False) -> None:
+        """Do what over_ranks does to the sparse gradients.  The host of a GPU waits for the marks of all ranks, since the
+        number of blocks depends on them."""
+        if world.size() == 1 or not self.is_sparse:
+            return
+        marked = self._marked_by_all()
+        if not len(marked):
+            return
+        numbers, rows = backend.put(marked.astype(np.int32)), self._rows(self._grads)
+        blocks = backend.empty((len(marked), self._block))
+        backend.gather_rows(blocks.reshape(1, *blocks.shape), rows.reshape(1, *rows.shape), numbers)
+        if self._shares is None:
+            world.all_reduce(blocks, fast)
+        else:
+            with world.current().messages_of_gpus():
                 self._shares.reduce_scatter_blocks(blocks, marked)
-            self._rows(self._grads)[marked] = blocks
-            self._touched[marked] |= bit
-        elif self._touched is not None:
-            self._touched[...] = world.union(backend.get(self._touched))
+        backend.launch('scatter_rows', rows, blocks, numbers, len(rows), *blocks.shape)
+
+    def _marked_by_all(self) -> np.ndarray:
+        """Give this rank the marks of all ranks, and return the marked blocks."""
+        bit, whole = library.cpu().lib.PYOPS_TOUCHED, self._grads.size // self._block
+        if world.on_gpus():
+            world.all_max(self._touched)
+            return self._marked()
+        bits = world.union(np.packbits(self._touched[:whole] == bit))
+        marked = np.flatnonzero(np.unpackbits(bits, count=whole))
+        self._touched[marked] |= bit
+        return marked
 
     def _reduce(self, first: int, end: int, fast: bool) -> None:
         """Sum a range of dense gradients over all ranks."""
         x = self._grads[first:end]
         if self._shares is not None:
             self._shares.reduce_scatter(x, first)
-        elif world.current().network:
+        elif world.on_gpus():
             world.current().sum(x, fast)                # only queued: all_reduce would let the kernels wait for it
         else:
             world.all_reduce(x, fast)
@@ -225,6 +241,12 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
             first = found.pop()[0]
         found.append((first, end))
     return found
+
+
+def _gaps(ranges: list[tuple[int, int]], n: int) -> list[tuple[int, int]]:
+    """Return the ranges of n elements between ascending ranges (first, end)."""
+    edges = [0, *itertools.chain.from_iterable(ranges), n]
+    return [(first, end) for first, end in zip(edges[::2], edges[1::2], strict=True) if first < end]
 
 
 def average_gradients(parameters: Iterable[Tensor] | Parameters, fast: bool = False) -> None:

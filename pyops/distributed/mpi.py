@@ -36,6 +36,8 @@ class Mpi:
     def receive(self, x: np.ndarray, peer: int) -> None:
         self._comm.Recv(x, peer)
 
+    send_to_host, receive_on_host = send, receive
+
     def exchange(self, peer: int, sent: np.ndarray, received: np.ndarray, is_patient: bool) -> None:
         """Send an array to a rank and receive one from it.   is_patient: wait asleep, since another thread computes"""
         if is_patient:

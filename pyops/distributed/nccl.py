@@ -167,6 +167,19 @@ class Nccl:
             self.receive(received, peer)
         self._call('ncclGroupEnd')
 
+    def send_to_host(self, x: Any, peer: int) -> None:
+        """Send an array to a rank that calls receive_on_host, and wait until it has left: this process may end next."""
+        with self.messages():
+            self.send(x, peer)
+        self._gpu.synchronize()
+
+    def receive_on_host(self, x: np.ndarray, peer: int) -> None:
+        """Receive a float32 array from the memory of another GPU in host memory."""
+        received = self._gpu.new(x.shape, x.dtype)
+        with self.messages():
+            self.receive(received, peer)
+        x[...] = self._gpu.numpy(received)
+
     def add(self, x: Any, y: Any) -> None:
         """Add y to x."""
         if x.size:
@@ -192,6 +205,13 @@ class Nccl:
     def join(self) -> None:
         """Let work that is queued later wait for the messages."""
         self._gpu.join()
+
+    @contextlib.contextmanager
+    def messages(self) -> Iterator[None]:
+        """Queue messages between the work before and the work after the block."""
+        self.fork()
+        yield
+        self.join()
 
     # ---- values
 
@@ -223,23 +243,16 @@ class Nccl:
     def _gathered(self, x: np.ndarray) -> np.ndarray:
         """Return an array (n,) of each rank, (ranks, n)."""
         sent, received = self._gpu.wrap(np.ascontiguousarray(x)), self._gpu.block(self.size * x.nbytes)
-        with self._messages():
+        with self.messages():
             self._call('ncclAllGather', sent.pointer, received.pointer, x.nbytes, _UINT8, self._comm, self._gpu.second_stream)
         return self._gpu.read(received.pointer, self.size * x.nbytes).view(x.dtype).reshape(self.size, x.size)
 
     def _copied(self, x: np.ndarray) -> np.ndarray:
         """Return the array (n,) of rank 0."""
         block = self._gpu.wrap(x)
-        with self._messages():
+        with self.messages():
             self._call('ncclBroadcast', block.pointer, block.pointer, x.nbytes, _UINT8, 0, self._comm, self._gpu.second_stream)
         return self._gpu.read(block.pointer, x.nbytes).view(x.dtype)
-
-    @contextlib.contextmanager
-    def _messages(self) -> Iterator[None]:
-        """Queue messages between the work before and the work after the block."""
-        self.fork()
-        yield
-        self.join()
 
     # ---- the end
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from pyops import backend
 from pyops.backend import library
+from pyops.backend.calls import Queued
 from pyops.distributed import world
-from pyops.errors import UserError
 
 if TYPE_CHECKING:
     from pyops.params import Parameters
@@ -24,52 +24,62 @@ class Shares:
 
     def __init__(self, n: int, of: world.World | None = None) -> None:
         self._world = of or world.current()
-        self._chunk = library.cpu().lib.PYOPS_NORM_CHUNK
-        self.cuts = world.even_cuts(n, self._world.paired, self._chunk)
+        self.cuts = world.even_cuts(n, self._world.paired, library.cpu().lib.PYOPS_NORM_CHUNK)
         if self._world.rank < self._world.paired:
             share = self._world.share_of(self._world.rank)
             self.mine = slice(self.cuts[share], self.cuts[share + 1])
         else:
             self.mine = slice(n, n)
+        self._n = n
+        self._sums = [_floats_of_sums(cut) for cut in self.cuts]    # the limits in the work of grad_norm
 
-    def reduce_scatter(self, x: np.ndarray, first: int) -> None:
+    def reduce_scatter(self, x: Array, first: int) -> None:
         """Replace this rank's share of x by its sum over all ranks; the rest is undefined.   x: elements from `first` on"""
         self._world.reduce_scatter(x, (np.clip(self.cuts, first, first + len(x)) - first).tolist())
 
-    def reduce_scatter_blocks(self, x: np.ndarray, blocks: np.ndarray) -> None:
+    def reduce_scatter_blocks(self, x: Array, blocks: np.ndarray) -> None:
         """Replace this rank's share of x by its sum over all ranks.   x: some blocks of the flat buffer, (k, floats of a block)
         with their numbers (k,), ascending"""
         floats = x.shape[1]
         limits = [-(-cut // floats) for cut in self.cuts]           # a chunk is whole blocks
         self._world.reduce_scatter(x.reshape(-1), (np.searchsorted(blocks, limits) * floats).tolist())
 
-    def gather(self, values: np.ndarray) -> None:
+    def gather(self, values: Array) -> None:
         """Copy the share of each rank to all ranks.   values (n,)"""
-        backend.call('all_gather', lambda: self._world.all_gather(values, self.cuts), {}, {'values': values})
+        self._all_gather('all_gather', values, self.cuts)
 
-    def find_norm(self, norm: np.ndarray, work: np.ndarray) -> None:
-        """Set norm (1,) to the norm of all shares.   work: of the kernel grad_norm, after it ran on this rank's share"""
-        backend.call('norm_over_ranks', lambda: self._find_norm(norm, work), {'work': work}, {'norm': norm})
+    def norm_work(self) -> tuple[Array, Array]:
+        """Return the workspace of the gradient norm, and the part of it for the kernel grad_norm on this rank's share."""
+        work = backend.work('grad_norm', self._n)
+        return work, work[_floats_of_sums(self.mine.start):]
 
-    def _find_norm(self, norm: np.ndarray, work: np.ndarray) -> None:
-        chunks = -(-(self.mine.stop - self.mine.start) // self._chunk)
-        of_ranks = self._world.gather(work[:2 * chunks].view(np.float64).copy())
-        ordered = sorted(range(self._world.paired), key=self._world.share_of)
-        sums = np.concatenate([of_ranks[rank] for rank in ordered])
-        norm[...] = np.sqrt(np.cumsum(sums)[-1])                    # cumsum adds in order, as the kernel does
+    def find_norm(self, norm: Array, work: Array) -> None:
+        """Set norm (1,) to the norm of all shares.   work: of norm_work(), after grad_norm ran on this rank's share"""
+        self._all_gather('gather_norms', work[:self._sums[-1]], self._sums)
+        backend.launch('norm_of_chunks', norm, work, self._n)
 
-    def whole(self, flat: np.ndarray) -> Array | None:
-        """Return on rank 0 the buffer (n,) whose shares the ranks have in `flat`, None on the others."""
+    def _all_gather(self, name: str, x: Array, cuts: list[int]) -> None:
+        """Copy the share of each rank in x to all ranks, as an action of a plan."""
+        def messages() -> None:
+            with self._world.messages_of_gpus():
+                self._world.all_gather(x, cuts)
+        backend.call(name, Queued(messages) if self._world.network else messages, {}, {'shares': x})
+
+    def whole(self, flat: Array) -> np.ndarray | None:
+        """Return on rank 0 the buffer (n,), in host memory, whose shares the ranks have in `flat`, None on the others."""
         return self._world.gather_shares(flat, self.cuts)
+
+
+def _floats_of_sums(n: int) -> int:
+    """Return how many floats at the beginning of the work of grad_norm hold the sums of n floats: two for each chunk."""
+    return backend.work_size('grad_norm', n) // 2 * 2
 
 
 def shard(params: Parameters) -> None:
     """Let each rank hold the moments of a share of these parameters, and update this share alone.
 
     Call it before the optimizer is created, Adam, AdamW or SGD, which must be given this Parameters.  The results have the same
-    bits.  Without other ranks it does nothing.  UserError if the ranks have GPUs.
+    bits.  Without other ranks it does nothing.
     """
     if world.size() > 1:
-        if world.current().network:
-            raise UserError('--shard-optimizer: ranks share moments on CPUs only; leave it out, or give -g 0')
         params.shard(Shares(params.values.size))

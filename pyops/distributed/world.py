@@ -80,6 +80,11 @@ class World:
         """Return what sends the elements of an array: on a GPU NCCL, which only queues the messages, on its second stream."""
         return self.messages if isinstance(x, np.ndarray) else self.network
 
+    def messages_of_gpus(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for messages between arrays of GPUs: they are queued between the work before it and the work after
+        it.  On CPUs it does nothing."""
+        return self.network.messages() if self.network else contextlib.nullcontext()
+
     # ---- sums ------------------------------------------------------------------------------------------------------------
     #
     # Recursive halving: in each step two ranks exchange halves of their elements and add, so each of the first `paired` ranks,
@@ -146,19 +151,22 @@ class World:
             with self.waiting(extra):
                 carrier.send(x, extra)
 
-    def gather_shares(self, x: np.ndarray, cuts: Sequence[int]) -> np.ndarray | None:
-        """Return on rank 0 the array (n,) whose shares the ranks have, None on the others.   x: the share of this rank"""
+    def gather_shares(self, x: Array, cuts: Sequence[int]) -> np.ndarray | None:
+        """Return on rank 0 the array (n,), in host memory, whose shares the ranks have, None on the others.   x: the share of
+        this rank"""
+        carrier = self._carrier(x)
         if self.rank:
-            if self.rank < self.paired:
+            if x.size:
                 with self.waiting(0):
-                    self.joined.send(x, 0)
+                    carrier.send_to_host(x, 0)
             return None
         whole = np.empty(cuts[-1], x.dtype)
-        whole[cuts[0]:cuts[1]] = x
+        whole[cuts[0]:cuts[1]] = backend.get(x)
         for peer in range(1, self.paired):
-            share = self.share_of(peer)
-            with self.waiting(peer):
-                self.joined.receive(whole[cuts[share]:cuts[share + 1]], peer)
+            share = whole[cuts[self.share_of(peer)]:cuts[self.share_of(peer) + 1]]
+            if share.size:
+                with self.waiting(peer):
+                    carrier.receive_on_host(share, peer)
         return whole
 
     def _halves(self, cuts: Sequence[int]) -> list[tuple[int, slice, slice]]:
@@ -344,9 +352,8 @@ def _all_reduce_by_nccl(x: Any, network: Nccl, fast: bool) -> None:
     if x.dtype != np.float32:
         raise TypeError(f'all_reduce: expected float32 between GPUs, got {x.dtype}')
     on_device = backend.current_device().put(x).reshape(-1)
-    network.fork()
-    _world.sum(on_device, fast)
-    network.join()
+    with network.messages():
+        _world.sum(on_device, fast)
     if isinstance(x, np.ndarray):
         x[...] = backend.get(on_device).reshape(x.shape)
 
@@ -359,9 +366,8 @@ def all_max(x: Array) -> Array:
     network = _world.network
     if network:
         on_device = backend.current_device().put(x)
-        network.fork()
-        network.largest_of_each(on_device)
-        network.join()
+        with network.messages():
+            network.largest_of_each(on_device)
         if isinstance(x, np.ndarray):
             x[...] = backend.get(on_device)
     elif _world.messages:

@@ -541,6 +541,22 @@ def test_a_graph_replays_messages_and_additions_on_the_second_stream(network, on
     plan.close()
 
 
+def test_a_python_function_divides_a_plan_into_graphs(on_gpu, calls):
+    x, two, seen = put(np.ones(10, 'f')), put(np.array([2], 'f')), []
+    with Plan(run=False, x=x) as plan:
+        backend.launch('scale', x, x, two, 10)
+        backend.call('look', lambda: seen.append(float(get(x)[0])), {'x': x}, {'x': x})
+        backend.launch('scale', x, x, two, 10)
+        backend.launch('scale', x, x, two, 10)
+    found = []
+    for _ in range(3):
+        calls()
+        plan.run()
+        found.append(calls().get('graph_launch', 0))
+    assert found == [0, 2, 2] and plan._calls.captures == 2 and seen == [2, 16, 128] and (get(x) == 8 ** 3).all()
+    plan.close()
+
+
 def test_a_section_that_runs_repeatedly_is_a_graph_of_its_own(on_gpu, calls):
     x, two = put(np.ones(10, 'f')), put(np.array([2], 'f'))
     with Plan(run=False, x=x) as plan:

@@ -764,7 +764,8 @@ def test_optimisers_equal_torch(torch, make, twin, max_norm):
 
 # ---- sparse gradients
 
-BLOCK, TOUCHED, DENSE = (getattr(library.cpu().lib, f'PYOPS_{name}') for name in ('GRAD_BLOCK', 'TOUCHED', 'DENSE'))
+BLOCK, TOUCHED, DENSE, NORM_CHUNK = (getattr(library.cpu().lib, f'PYOPS_{name}')
+                                     for name in ('GRAD_BLOCK', 'TOUCHED', 'DENSE', 'NORM_CHUNK'))
 
 
 def words_and_gradient(n, rng):
@@ -787,6 +788,21 @@ def test_zero_touched_and_grad_norm_go_where_something_was_added(n):
     assert (grad[here] == 0).all() and np.isnan(grad[~here]).all() and (after == words & ~TOUCHED).all()
     launch('zero_touched', grad, None, n)
     assert (grad == 0).all()
+
+
+@pytest.mark.parametrize('n', (1, NORM_CHUNK, 50_000, 300_007))
+def test_the_norm_of_chunks_that_were_summed_apart_has_the_same_bits(n):
+    grad = np.random.default_rng(n).standard_normal(n).astype('f')
+    whole, apart, part = (np.full(1, np.nan, 'f') for _ in range(3))
+    launch('grad_norm', whole, grad, None, backend.work('grad_norm', n), n)
+    work, cuts = backend.work('grad_norm', n), [0, *range(3 * NORM_CHUNK, n, 4 * NORM_CHUNK), n]
+    work[...] = np.nan
+    for first, end in reversed(list(itertools.pairwise(cuts))):
+        launch('grad_norm', part, grad[first:end], None, work[backend.work_size('grad_norm', first) // 2 * 2:], end - first)
+    launch('norm_of_chunks', apart, work, n)
+    assert apart.tobytes() == whole.tobytes() and whole[0] > 0
+    if len(cuts) > 2:
+        assert part[0] < whole[0], 'one call sums all: this tests little'
 
 
 @pytest.mark.parametrize('max_norm', (None, 1.0))

@@ -61,6 +61,7 @@ static char problem[256];
 static int depth;           /* of groups */
 static Batch group;
 int64_t standin_queued, standin_run;        /* batches of messages */
+int64_t standin_sent;                       /* bytes */
 
 static int fail(int status, const char *format, ...) {
     va_list arguments;
@@ -95,6 +96,7 @@ static int progress(Comm *comm, Transfer *t) {
     if (t->from) {
         memcpy(c->data + at, t->from + t->done, n);
         atomic_store(&c->written, written + n);
+        standin_sent += (int64_t)n;
     } else {
         memcpy(t->to + t->done, c->data + at, n);
         atomic_store(&c->read, read + n);

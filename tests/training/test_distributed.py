@@ -331,7 +331,7 @@ def test_all_programs_train_the_same_bits_on_1_4_and_2_ranks_and_after_resuming(
     assert exact == lines and out.count('parts : 8 of each batch, on 4 ranks on 1 host') == 3
     listed = out[out.index('After the parts of a batch:'):]
     actions = [line.partition('Action')[0] for line in listed.splitlines() if line.endswith('[on the host]')]
-    assert actions == ['ReduceScatter', 'NormOverRanks', 'AllGather'] and 'all_gather -> parameters' in listed
+    assert actions == ['ReduceScatter', 'GatherNorms', 'AllGather'] and 'all_gather -> parameters' in listed
     with open(trace) as file:
         events = json.load(file)['traceEvents']
     sums = [event for event in events if event['name'] == 'sum over ranks']

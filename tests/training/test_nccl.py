@@ -61,15 +61,91 @@ def test_the_programs_train_the_same_bits_on_1_and_2_gpus(library, tmp_path, dat
     def trained(count):
         folder = tmp_path / str(count)
         runs = [['transformer', [*TRANSFORMER, '--parts', '4', '-c', str(folder / 'transformer')]],
-                ['seq2seq', [*SEQ2SEQ, '-c', str(folder / 'seq2seq')]], ['mnist', [*MNIST, *data]]]
+                ['seq2seq', [*SEQ2SEQ, '-c', str(folder / 'seq2seq')]], ['mnist', [*MNIST, *data]],
+                ['mnist', [*MNIST, *data, '--shard-optimizer']]]           # one chunk: the share of rank 0 is empty
         (status, out, err), *others = gpu_ranks.run(count, library, tmp_path / f'job{count}', '-c', PROGRAMS, json.dumps(runs))
         assert (status, [other[:2] for other in others]) == (0, [(0, '')] * (count - 1)), (err, others)
         return folder, out
     (one, first), (two, second) = trained(1), trained(2)
     for name in ('transformer', 'seq2seq'):
         assert_same_training(newest(one / name), newest(two / name))
-    assert results(first) == results(second) and len(results(first)) == 2
-    assert second.count('parts : 4 of each batch, on 2 ranks on 1 host') == 3
+    assert results(first) == results(second) and len(results(first)) == 4
+    assert second.count('parts : 4 of each batch, on 2 ranks on 1 host') == 4
+
+
+def test_gpus_that_share_the_moments_train_the_same_bits_and_any_number_of_them_resumes(library, tmp_path):
+    shared = '--shard-optimizer'
+
+    def trained(folder, count, steps, *flags):
+        job = tmp_path / f'job{len(list(tmp_path.iterdir()))}'
+        runs = [[name, [*argv, '--parts', '4', '--max-steps', str(steps), '-c', str(tmp_path / folder / name), *flags]]
+                for name, argv in (('transformer', TRANSFORMER), ('seq2seq', SEQ2SEQ))]
+        (status, out, err), *others = gpu_ranks.run(count, library, job, '-c', PROGRAMS, json.dumps(runs), EMU_DEVICES='4')
+        assert (status, [other[:2] for other in others]) == (0, [(0, '')] * (count - 1)), (err, others)
+        return out
+
+    trained('one', 1, 4)
+    trained('several', 4, 1, shared)
+    trained('several', 2, 1)
+    out = trained('several', 2, 1, shared)
+    trained('several', 1, 1)
+    assert out.count('loaded from checkpoint') == 2
+    for name in ('transformer', 'seq2seq'):
+        assert_same_training(newest(tmp_path / 'one' / name), newest(tmp_path / 'several' / name))
+    listed = trained('listed', 2, 1, shared, '--plan')
+    actions = [(line.partition('Action')[0], line.rpartition('  ')[2]) for line in listed.splitlines()
+               if line.endswith(('[on the host]', '[on a second stream]'))]
+    queued = '[on a second stream]'
+    assert actions == 2 * [('ReduceScatterSparse', '[on the host]'), ('ReduceScatter', queued), ('GatherNorms', queued),
+                           ('AllGather', queued)]
+
+
+def test_gpus_send_the_marked_blocks_of_sparse_gradients_alone(library, tmp_path):
+    code = """
+import ctypes, sys
+import numpy as np
+from pyops.errors import exits_cleanly
+with exits_cleanly('test', ranks=True):
+    from pyops import backend, distributed as d, ndarray
+    from pyops.backend.library import cpu
+    from pyops.distributed import doctor, nccl
+    from pyops.init import normal
+    from pyops.params import Parameters, Spec
+    ndarray.use_gpu()
+    d.init()
+    sent = ctypes.c_int64.in_dll(nccl.library(), 'standin_sent')
+    params = Parameters({'dense': Spec((100,), normal(1)), 'table': Spec((1000, 256), normal(1), sparse=True),
+                         'last': Spec((300,), normal(1))})
+    gradients, marks = [], []
+    for rank in range(d.size()):
+        rng = np.random.default_rng(rank)
+        params.grads[...], touched = 0, backend.get(params['table'].touched).copy()
+        for name in ('dense', 'last'):
+            params[name].grad[...] = rng.standard_normal(params[name].grad.shape).astype('f')
+        rows = [5, 7 + rank, 990] if sys.argv[1] == 'some' else []
+        for row in rows:
+            params['table'].grad[row] = rng.standard_normal(256).astype('f')
+        touched[rows] = cpu().lib.PYOPS_TOUCHED
+        gradients.append(backend.get(params.grads).copy())
+        marks.append(touched)
+    params.grads[...] = gradients[d.rank()]
+    params['table'].touched[...] = marks[d.rank()]
+    if sys.argv[2] == 'shared':
+        d.shard(params)
+    before = sent.value
+    d.GradientSum(params).over_ranks()
+    mine = params.shares.mine if params.shares else slice(None)
+    assert backend.get(params.grads)[mine].tobytes() == doctor.tree(gradients)[mine].tobytes()
+    assert backend.get(params['table'].touched).tobytes() == np.maximum(*marks).tobytes()
+    print(sent.value - before, params.grads.nbytes)     # get() has waited for the messages
+"""
+    def counted(rows, moments):
+        (status, out, err), other = gpu_ranks.run(2, library, tmp_path / f'{rows} {moments}', '-c', code, rows, moments)
+        assert (status, other) == (0, (0, '', '')), (err, other)
+        return [int(word) for word in out.split()]
+    (sent, gradients), (without, _) = counted('some', 'whole'), counted('none', 'whole')
+    assert sent - without == 4 * 1024 and 0 < without < gradients / 50         # four rows of a block, two of them in each step
+    assert counted('some', 'shared')[0] - counted('none', 'shared')[0] == 1024          # row 990 is in the share of rank 1
 
 
 def test_fast_sums_train_about_the_same_and_a_message_is_an_action_on_the_second_stream(library, tmp_path):
@@ -80,8 +156,9 @@ def test_fast_sums_train_about_the_same_and_a_message_is_an_action_on_the_second
         assert [status for status, _, _ in outputs] == [0] * count, outputs
         return newest(tmp_path / name)[0], outputs[0][1]
     (exact, _), (fast, out) = trained(1, '--parts', '2'), trained(2, '--reduce', 'fast')
-    action = next(line for line in out.splitlines() if line.startswith('AllReduceAction: '))
-    assert 'gradients' in action and action.endswith('[on a second stream]')
+    actions = [line for line in out.splitlines() if line.startswith('AllReduce')]
+    assert [line.partition('Action: gradients ')[0] for line in actions] == ['AllReduceSparse', 'AllReduce']
+    assert actions[0].endswith('[on the host]') and actions[1].endswith('[on a second stream]')
     for name, tensor in exact.items():
         # Adam's first steps divide by the size of each gradient, so the rounding of tiny ones shows: compare the others
         assert np.quantile(np.abs(fast[name].astype(np.float64) - tensor), 0.9) <= 1e-5, name
@@ -172,8 +249,7 @@ def refused(library, tmp_path, *arguments, **values):
      f'{sys.executable} -m pip install nvidia-nccl-cu12 (nvidia-nccl-cu13 for CUDA 13), or set PYOPS_NCCL_LIBRARY'),
     ((), {'STANDIN_VERSION': '21210'}, 'has version 2.12.10, expected 2.13.0 or newer'),
     ((), {'MASTER_ADDR': ''}, 'the launcher names no address at which the ranks can meet; set MASTER_ADDR'),
-    ((), {'NCCL_COMM_ID': 'nonsense'}, 'the ranks cannot connect at nonsense: NCCL: ncclGetUniqueId: an error: Invalid'),
-    (('--shard-optimizer',), {}, '--shard-optimizer: ranks share moments on CPUs only; leave it out, or give -g 0')])
+    ((), {'NCCL_COMM_ID': 'nonsense'}, 'the ranks cannot connect at nonsense: NCCL: ncclGetUniqueId: an error: Invalid')])
 def test_bad_ranks_are_refused_with_one_line(arguments, values, expected, library, tmp_path):
     line = refused(library, tmp_path, *arguments, **values)
     assert line.startswith('mnist.train: error: ') and expected in line
