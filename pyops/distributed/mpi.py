@@ -1,6 +1,7 @@
 """Messages between ranks by MPI, through mpi4py: arrays in host memory, and values that can be pickled."""
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -11,6 +12,10 @@ from pyops import launcher
 from pyops.errors import UserError
 
 PAUSE = 2e-5            # seconds between two looks for a message, in a thread beside one that computes
+
+# Open MPI over TCP: with one connection between two ranks, the answer that lets the peer begin to send waits behind the data
+# that this rank sends, so an exchange takes up to twice as long.  A second connection carries it.
+CONNECTIONS = 'OMPI_MCA_btl_tcp_links', '2'
 
 
 class Mpi:
@@ -107,6 +112,7 @@ def start(place: launcher.Launch) -> Mpi:
     UserError if mpi4py or the library of MPI is missing, or if MPI has another number of ranks than the launcher's variables.
     """
     started = f'{place.launcher} started {place.size} ranks'
+    os.environ.setdefault(*CONNECTIONS)
     try:
         from mpi4py import MPI
     except ImportError as error:
