@@ -424,8 +424,9 @@ def on_first(function: Callable[[], Any]) -> Any:
 # ---- equality --------------------------------------------------------------------------------------------------------------
 
 def agree(**facts: Any) -> None:
-    """Raise UserError, on all ranks, if a rank has other facts than rank 0.   facts: values that JSON can store
+    """Raise UserError, on all ranks, if a rank has other facts than rank 0.
 
+    facts: values that JSON can store; of a dict, such as flags, the error names the entry that differs
     The version of pyops and the instruction set are compared, too: other instructions give other bits, except with exact
     kernels (pyops.set_exact).
     """
@@ -433,13 +434,16 @@ def agree(**facts: Any) -> None:
     facts = dict(version=__version__, instructions=instructions) | facts
     if _world.network:
         facts['gpu'] = backend.current_device().model
-    texts = gather({name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()})
+    entries = {f'{name} {entry}' if entry else name: value for name, fact in facts.items()
+               for entry, value in (fact.items() if isinstance(fact, dict) else [('', fact)])}
+    texts = gather({name: json.dumps(value, sort_keys=True, default=str) for name, value in entries.items()})
     for other, theirs in enumerate(texts):
-        for name, text in texts[0].items():
-            if theirs.get(name) != text:
-                raise UserError(f'{_world.name(other)} has {name} {_short(str(theirs.get(name)))}, and {_world.name(0)} has '
-                                f'{_short(text)}; start all ranks with the same program, flags and data, on machines with the '
-                                'same instruction set (PYOPS_ISA selects one), or with --exact')
+        for name in texts[0] | theirs:
+            one, two = (texts_of_rank.get(name, 'none') for texts_of_rank in (theirs, texts[0]))
+            if one != two:
+                raise UserError(f'{_world.name(other)} has {name} {_short(one)}, and {_world.name(0)} has {_short(two)}; start '
+                                'all ranks with the same program, flags and data, on machines with the same instruction set '
+                                '(PYOPS_ISA selects one), or with --exact')
 
 
 def _short(text: str) -> str:

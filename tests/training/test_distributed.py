@@ -465,13 +465,22 @@ def test_ranks_on_two_instruction_sets_train_the_bits_of_one_with_exact_kernels_
 
 
 @needs_mpi
-def test_ranks_with_other_flags_are_refused():
-    program = [sys.executable, '-m', 'seq2seq.train', *TINY_SEQ2SEQ, '--max-steps', '1', '--seed']
-    process = ranks.start('-n', 1, *program, '1', ':', '-n', 1, *program, '2')
+@pytest.mark.parametrize('flag, values, difference', [
+    ('--seed', ('1', '2'), r'settings seed 2, and rank 0 on HOST has 1;'),
+    ('--reduce', ('exact', 'fast'), r'flags reduce "fast", and rank 0 on HOST has "exact";'),
+    ('-f', ('one', 'two'), r'data "?\w+"?, and rank 0 on HOST has "?\w+"?;')])
+def test_ranks_with_other_flags_or_data_are_refused(flag, values, difference, tmp_path):
+    for name, target in (('one', '{} z'), ('two', 'z {}')):
+        (tmp_path / name).write_text(''.join(f'a {word}\t{target.format(word)}\n' for word in 'bcdefghijk' for _ in range(4)))
+    program = [sys.executable, '-m', 'seq2seq.train', *TINY_SEQ2SEQ, '--min-count', '1', '--max-steps', '1', '-b', '8',
+               '-c', tmp_path / 'checkpoints', flag]
+    one, two = (tmp_path / value if flag == '-f' else value for value in values)
+    process = ranks.start('-n', 1, *program, one, ':', '-n', 1, *program, two)
     _, err = process.communicate(timeout=60)
     line, = ranks.lines_of(err, 'seq2seq.train')
-    host = os.uname().nodename
-    assert process.returncode == 2 and line.startswith(f'seq2seq.train: error: rank 1 on {host} has settings ')
+    host = re.escape(os.uname().nodename)
+    assert process.returncode == 2
+    assert re.match(f'seq2seq.train: error: rank 1 on {host} has ' + difference.replace('HOST', host), line), line
     assert line.endswith('(PYOPS_ISA selects one), or with --exact')
 
 
