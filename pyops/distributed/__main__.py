@@ -30,6 +30,8 @@ def parser() -> ArgumentParser:
     costs.add_argument('--megabytes', type=positive_float, required=True, metavar='X', help='of gradients that are sent')
     costs.add_argument('--hidden', type=fraction, default=0.0, metavar='F',
                        help='share of the time of a part in which gradients are sent (default %(default)s)')
+    costs.add_argument('--sums', type=positive_int, default=1, metavar='N',
+                       help='sums over ranks that the gradients are divided into (default %(default)s)')
     batch, link = command.group('batch'), command.group('link')
     batch.add_argument('--samples', type=positive_int, required=True, metavar='N', help='samples of a batch')
     batch.add_argument('--shard-optimizer', action='store_true', help='each rank updates its share of the parameters')
@@ -48,7 +50,7 @@ def doctor(args: Namespace) -> None:
 def model(args: Namespace) -> None:
     from pyops.distributed.model import Link, Work, table
     work = Work(args.part_ms / 1e3, args.sample_ms / 1e3, args.add_ms / 1e3, args.update_ms / 1e3, args.megabytes * 1e6 / 4,
-                args.hidden)
+                args.hidden, args.sums)
     print(table(work, Link(args.latency_us / 1e6, args.gbit * 1e9 / 8), args.samples, args.shard_optimizer))
 
 

@@ -1,9 +1,10 @@
 """A model of the time of a training step on several ranks: computation, bytes, latency and bandwidth.
 
 A rank computes its parts one after the other; a part costs a constant and a time for each sample.  The gradients of the parts
-are added in passes over all of them.  The sum over ranks takes log2(R) exchanges each way, each with the latency of the link,
-and moves 2 (R - 1) / R times the gradients.  Up to a share of the last part's time it is hidden behind backward, except for the
-last block.  The update follows.  All ranks are taken to be equally fast, and each to have a link of its own.
+are added in passes over all of them.  The gradients are divided into several sums over ranks, each of log2(R) exchanges each
+way.  An exchange of long messages takes the latency of the link three times.  All sums move 2 (R - 1) / R times the gradients.
+Up to a share of the last part's time they are hidden behind backward, except for the last block.  Small messages and the update
+follow.  All ranks are taken to be equally fast, and each to have a link of its own.
 """
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from typing import NamedTuple
 from pyops.distributed.gradients import BLOCK
 
 RANKS = tuple(2 ** i for i in range(11))        # of the table
+EAGER = 2 ** 16         # bytes of a message that MPI sends at once; it announces a larger one, and waits for the answer
+HANDSHAKE = 3           # latencies of a message that is announced
+SMALL = 4               # latencies of small messages in a step, for each doubling of ranks: touched blocks, losses, signals
 WORTH = 0.5             # speedup for each rank from which on more ranks are taken to pay
 
 
@@ -24,6 +28,7 @@ class Work(NamedTuple):
     update: float       # the norm and the optimizer
     floats: float       # gradients that are sent: the dense ones and the touched blocks of the sparse ones
     hidden: float = 0.0         # share of the time of a part in which blocks of gradients are sent
+    sums: int = 1               # sums over ranks that the gradients are divided into, one after the other
 
 
 class Link(NamedTuple):
@@ -32,12 +37,13 @@ class Link(NamedTuple):
     bandwidth: float    # bytes per second each way
 
 
-def sum_seconds(work: Work, link: Link, ranks: int, part: float = 1.0) -> float:
-    """Return the seconds of the sum of the gradients over ranks, without overlap.   part: share of the gradients to sum"""
+def sum_seconds(work: Work, link: Link, ranks: int) -> float:
+    """Return the seconds of the sums of the gradients over ranks, without overlap."""
     if ranks == 1:
         return 0.0
-    share = part * (ranks - 1) / ranks
-    return 2 * math.ceil(math.log2(ranks)) * link.latency + 8 * share * work.floats / link.bandwidth + share * work.add
+    share, exchanges = (ranks - 1) / ranks, 2 * math.ceil(math.log2(ranks)) * work.sums
+    latencies = HANDSHAKE if 4 * work.floats / work.sums / 2 > EAGER else 1     # the first exchange has half of the elements
+    return exchanges * latencies * link.latency + 8 * share * work.floats / link.bandwidth + share * work.add
 
 
 def step_seconds(work: Work, link: Link, ranks: int, samples: float, parts: int = 1, sharded: bool = False) -> float:
@@ -49,9 +55,11 @@ def step_seconds(work: Work, link: Link, ranks: int, samples: float, parts: int 
     mine = parts / ranks
     part = work.part + work.sample * samples / parts
     update = work.update / ranks if sharded else work.update
-    last_block = sum_seconds(work, link, ranks, min(BLOCK / work.floats, 1.0))
-    visible = max(sum_seconds(work, link, ranks) - work.hidden * part, last_block)
-    return mine * part + (mine - 1) * work.add + visible + update
+    block = min(BLOCK, work.floats)
+    last = work._replace(floats=block, add=work.add * block / work.floats, sums=1)
+    visible = max(sum_seconds(work, link, ranks) - work.hidden * part, sum_seconds(last, link, ranks))
+    small = SMALL * math.ceil(math.log2(ranks)) * link.latency
+    return mine * part + (mine - 1) * work.add + visible + small + update
 
 
 def most_ranks(work: Work, link: Link, samples: float, sharded: bool = False) -> int:

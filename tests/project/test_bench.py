@@ -7,8 +7,10 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 from conftest import ROOT, environment_without
 from ranks import needs_mpi
 
-from bench import contest, eager, floor, formats, gpu_check, kills, results, scaling, serve, table, train, translate
+from bench import contest, eager, floor, formats, gpu_check, kills, links, results, scaling, serve, table, train, translate
 from bench import files as bench_files
 from bench.contest import NAMES
 from bench.gpu_contest import Run
@@ -664,7 +666,48 @@ def test_measured_costs_are_flags_of_the_model(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_a_link_without_root_is_refused(monkeypatch):
+def test_a_link_without_root_or_without_a_bandwidth_is_refused(monkeypatch):
     monkeypatch.setattr(os, 'geteuid', lambda: 1000)
-    with pytest.raises(UserError, match='^--gbit: needs root, ip and tc'), scaling._namespace(1):
+    with pytest.raises(UserError, match='^--gbit: needs root, ip and tc'), links.connected(2, 1):
         pass
+    with pytest.raises(UserError, match='^--delay-ms: needs a link; give its bandwidth with --gbit'):
+        scaling.main(['overlap', 'mnist', '--delay-ms', '0', '1'])
+
+
+def test_packets_pass_a_link_with_a_delay_both_ways_in_order():
+    ends, inner = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(4)), strict=True)
+    files, (until, close) = [one.fileno() for one in inner], os.pipe()
+    for one in inner:
+        one.setblocking(False)
+    carrier = threading.Thread(target=links.carry, args=(0.001, [files[:2], files[2:]], until))
+    carrier.start()
+    for end in ends:
+        end.settimeout(60)
+    for first in range(0, 40, 8):                               # a socket of Linux holds ten packets
+        for number in range(first, first + 8):
+            for i, end in enumerate(ends):
+                end.send(b'%d %d' % (i, number))
+        for i, end in enumerate(ends):
+            assert [end.recv(100) for _ in range(8)] == [b'%d %d' % (i ^ 1, n) for n in range(first, first + 8)]
+    os.close(close)
+    carrier.join(60)
+    assert not carrier.is_alive()
+    os.close(until)
+    for one in (*ends, *inner):
+        one.close()
+
+
+can_link = os.geteuid() == 0 and os.path.exists('/dev/net/tun') and shutil.which('tc') and shutil.which('ip')
+
+
+@pytest.mark.slow
+@needs_mpi
+@pytest.mark.skipif(not can_link, reason='needs root, tap devices and iproute2: run as root on Linux; apt install iproute2')
+def test_ranks_train_over_links_that_leave_nothing_behind(capsys):
+    def spaces():
+        return subprocess.run(['ip', 'netns', 'list'], text=True, capture_output=True, check=True).stdout.split()
+    before = spaces()
+    scaling.main(['check', 'mnist', '--steps', '2', '-n', '2', '--gbit', '1', '--delay-ms', '0', '1'])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:5] for line in lines[1:]] == [['2', '1', 'Gbit/s,', delay, 'ms'] for delay in '01']
+    assert spaces() == before
