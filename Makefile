@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants buggify schedules schedules-library fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -64,8 +64,9 @@ bytecode: ## compile the modules of Python, so that no start has to
 # OpenMP's threads outlive the last call: unloading the library would unmap the code they run.
 NODELETE := $(if $(filter Darwin,$(shell uname -s)),,-Wl,-z,nodelete)
 
-$(LIBRARY): $(OBJ)
-	$(call Q,$(CC))$(CC) -shared -fopenmp $(EXTRA_CFLAGS) $(NODELETE) -o $@ $^ -lm
+# RUNTIME: an object that replaces OpenMP's runtime (see schedules)
+$(LIBRARY): $(OBJ) $(RUNTIME)
+	$(call Q,$(CC))$(CC) -shared $(if $(RUNTIME),,-fopenmp) $(EXTRA_CFLAGS) $(NODELETE) -o $@ $^ -lm
 
 pyops/pyops.h: csrc/pyops.h
 	cp $< $@
@@ -321,6 +322,27 @@ asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and Und
 	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -DPYOPS_WITHOUT_EXACT=1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/backend/test_ndarray.py tests/backend/test_chains.py -k 'not torch'
+
+# Constants that are drawn: PYOPS_TUNED in csrc/internal.h.  The same objects serve both targets; outside of `schedules` the C library's empty functions take the calls of -finstrument-functions.
+SEEDS ?= 0 1 2 3
+DRAWN = $(MAKE) $(1) BUILD=build/drawn LIBRARY=$(1) RUNTIME=$(2) \
+    EXTRA_CFLAGS='-O1 -DPYOPS_WITHOUT_EXACT=1 -g1 -DPYOPS_BUGGIFY=1 -finstrument-functions'
+buggify: cpu .venv/test-ready ## the op table with sizes of blocks and bounds of sharing drawn at random, once for each of SEEDS
+	+$(call DRAWN,build/drawn/libpyops.so)
+	for seed in $(SEEDS); do PYOPS_BUGGIFY=$$seed PYOPS_LIBRARY=build/drawn/libpyops.so \
+	    $(PYTEST) -p no:cacheprovider $(TABLE) -k 'not torch' || exit 1; done
+
+# All threads of a region run one at a time, with the smallest bounds of sharing: see tests/helpers/schedules.c.
+schedules: cpu .venv/test-ready schedules-library ## the op table on threads that run in an order drawn at random, for each of SEEDS
+	for seed in $(SEEDS); do PYOPS_SCHEDULE=$$seed PYOPS_BUGGIFY=0 OMP_NUM_THREADS=3 \
+	    PYOPS_LIBRARY=build/drawn/schedules.so $(PYTEST) -p no:cacheprovider $(TABLE) -k 'not torch' || exit 1; done
+
+schedules-library:
+	+$(call DRAWN,build/drawn/schedules.so,build/drawn/schedules.o)
+
+build/drawn/schedules.o: tests/helpers/schedules.c Makefile
+	@mkdir -p $(dir $@)
+	$(call Q,$(CC))$(CC) -std=gnu11 -O1 -fPIC -Wall -Wextra -fvisibility=hidden -c -o $@ $<
 
 SECONDS ?= 60
 soak: cpu .venv/test-ready ## train random programs for SECONDS, with plans, threads and other memory: the bits must be equal

@@ -19,9 +19,12 @@
 #include <string.h>
 #include "internal.h"
 
-enum { QUERIES = 32, KEYS = 64 };           /* of a task in a tile */
+/* Of a task in a tile. */
+#define QUERIES PYOPS_TUNED(attention_queries, 32, 16, 32, 16)
+#define KEYS PYOPS_TUNED(attention_keys, 64, 48, 64, 16)
 enum { COLUMNS = 48 };                      /* maximum of a tile: queries of several tasks */
-enum { FEW = 3 };                           /* so few queries are computed without tiles, as in incremental decoding */
+/* So few queries are computed without tiles, as in incremental decoding. */
+#define FEW PYOPS_TUNED(attention_few, 3, 0, 16, 1)
 
 /* The fields common to all tasks of a call.  Copied rows are `ld` floats apart. */
 typedef struct {

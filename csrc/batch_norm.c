@@ -7,7 +7,9 @@
 #include <math.h>
 #include "internal.h"
 
-enum { COLUMNS = 128, ROWS = 64, FEW_POSITIONS = 32 };
+enum { COLUMNS = 128 };
+#define ROWS PYOPS_TUNED(batch_norm_rows, 64, 1, 128, 1)
+#define FEW_POSITIONS PYOPS_TUNED(batch_norm_few_positions, 32, 0, COLUMNS, 1)
 
 /* ---- few positions: rows (R, C P).  Arrays of columns have P equal values for each channel. ---- */
 
@@ -55,7 +57,7 @@ static void moments(const pyops_kernels *k, float *mean, float *variance, const 
 /* ---- images (R,C,P): x points to channel c of the first one; `image` is their stride ---- */
 
 /* Positions of an image that are summed at a time, so that a large image loses no more digits than a small one. */
-enum { POSITIONS = 4096 };
+#define POSITIONS PYOPS_TUNED(batch_norm_positions, 4096, 16, 8192, 1)
 
 static void moments_of_channel(const pyops_kernels *k, float *mean, float *variance, const float *x, int64_t R, int64_t P,
                                int64_t image) {

@@ -134,7 +134,9 @@ void pyops_compact_round(const pyops_compact *c, int64_t from, int64_t to) {
         c->x_scales[r] = round_row(c->k, c->bytes + 4 * r * c->steps, c->x + r * c->I, c->I, 4 * c->steps);
 }
 
-enum { EDGE = 32, PART = 192 }; /* rows of a group with fewer than GROUP columns, and rows, that are computed at once */
+/* Rows of a group with fewer than GROUP columns, and rows, that are computed at once. */
+#define EDGE PYOPS_TUNED(compact_edge, 32, 1, 64, 1)
+#define PART PYOPS_TUNED(compact_part, 192, 1, 384, 1)
 
 size_t pyops_compact_scratch(const pyops_compact *c) {
     return c->format == PYOPS_COMPACT_INT8 ? EDGE * GROUP : pyops_product_scratch(c->k);

@@ -21,7 +21,10 @@
 
 /* Packed floats of windows that share L2 with the filters; columns of a block for dweight; most parts of a batch, and floats of
  * their partial sums. */
-enum { PACKED = 1 << 16, BLOCK = PYOPS_KC, PARTS = 16, PARTIAL = 1 << 20 };
+enum { BLOCK = PYOPS_KC };
+#define PACKED PYOPS_TUNED(conv2d_packed, 1 << 16, 1, 1 << 18, 1)
+#define PARTS PYOPS_TUNED(conv2d_parts, 16, 1, 64, 1)
+#define PARTIAL PYOPS_TUNED(conv2d_partial, 1 << 20, 1, 1 << 20, 1)
 
 #define SIZES \
     int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw, int64_t stride_h, \
@@ -243,7 +246,9 @@ static pyops_status correlate(const char *who, planes dst, const float *filters,
 }
 
 /* ---- Winograd's algorithm: 16 multiplications for 2 x 2 results of a 3 x 3 filter instead of 36 -------------------------- */
-enum { TILES = 64, WINOGRAD_CHANNELS = 16 };            /* columns of a block; fewer channels do not repay the transforms */
+/* Columns of a block; fewer channels do not repay the transforms. */
+#define TILES PYOPS_TUNED(conv2d_tiles, 64, 1, 256, 1)
+#define WINOGRAD_CHANNELS PYOPS_TUNED(conv2d_winograd_channels, 16, 1, 64, 1)
 
 /* Whether M filters of C channels on rows of W results are computed so: most lanes of a vector of tiles must be used. */
 static int has_tiles(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W) {

@@ -72,6 +72,14 @@ static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16, cons
     for (int i = 0; i < 3; i++) tables[i] = *table;
     tables[BF16].micro = *bf16;
     if (bf16->MR) tables[BF16].MR = bf16->MR, tables[BF16].MC = bf16->MC;
+#if PYOPS_BUGGIFY
+    for (int i = 0; i < 3; i++) {
+        pyops_kernels *const t = &tables[i];
+        t->MC = PYOPS_TUNED(table_mc, t->MC, t->MR, t->MC, t->MR);
+        t->KB = PYOPS_TUNED(table_kb, t->KB, t->KC, t->KB, t->KC);
+        t->B = PYOPS_TUNED(table_b, t->B, t->KB * 512, t->B, 1);
+    }
+#endif
     if (!exact) return;
     tables[EXACT].is_exact = 1;
     tables[EXACT].micro = exact->micro;
@@ -170,12 +178,36 @@ pyops_status pyops_set_threads(int32_t threads) {
     return PYOPS_OK;
 }
 
+/* ---- constants of a test build ---- */
+#if PYOPS_BUGGIFY
+static uint64_t mixed(uint64_t x) {                     /* SplitMix64 */
+    x = (x ^ x >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ x >> 27) * UINT64_C(0x94D049BB133111EB);
+    return x ^ x >> 31;
+}
+
+/* PYOPS_BUGGIFY: a seed; 0: all constants are as small as possible; unset: all are usual */
+int64_t pyops_drawn(const char *name, int64_t usual, int64_t least, int64_t most, int64_t unit) {
+    static int64_t seed = -2; /* the same for every thread that reads it */
+    if (seed == -2) {
+        const char *const text = getenv("PYOPS_BUGGIFY");
+        seed = text && *text ? atoll(text) : -1;
+    }
+    if (seed <= 0) return seed ? usual : least;
+    uint64_t x = mixed((uint64_t)seed);
+    for (; *name; name++) x = mixed(x + (unsigned char)*name);
+    const uint64_t units = (uint64_t)((most - least) / unit);
+    const int64_t drawn = least + (int64_t)(mixed(x + 1) % (units + 1)) * unit;
+    return (int64_t[]){usual, least, most, drawn}[x % 4];
+}
+#endif
+
 /* ---- scratch ---- */
 static pthread_key_t scratch_key;
 static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
 static void make_scratch_key(void) { pthread_key_create(&scratch_key, free); }
 
-float *pyops_scratch(size_t floats) {
+static float *scratch_of(size_t floats) {
     static _Thread_local size_t have;
     pthread_once(&scratch_once, make_scratch_key);
     void *buffer = pthread_getspecific(scratch_key);
@@ -191,3 +223,15 @@ float *pyops_scratch(size_t floats) {
     have = floats;
     return buffer;
 }
+
+#if PYOPS_BUGGIFY
+/* NaN, and aligned as its largest type only. */
+float *pyops_scratch(size_t floats) {
+    const int64_t offset = PYOPS_TUNED(scratch_offset, 0, 0, 14, 2);
+    float *const buffer = scratch_of(floats + (size_t)offset);
+    if (buffer) memset(buffer, 0xFF, (floats + (size_t)offset) * sizeof(float));
+    return buffer ? buffer + offset : NULL;
+}
+#else
+float *pyops_scratch(size_t floats) { return scratch_of(floats); }
+#endif

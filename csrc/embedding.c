@@ -9,7 +9,7 @@
 
 /* Lookup and dropout take turns on blocks of BLOCK rows, which stay in the caches.  A block begins with a whole group of random
  * words: 4 divides BLOCK. */
-enum { BLOCK = 16 };
+#define BLOCK PYOPS_TUNED(embedding_block, 16, 4, 64, 4)
 
 static pyops_status check(const char *who, const int32_t *ids, int64_t R, int64_t V, int64_t E) {
     const pyops_status status = check_embedding(who, R, V, E);

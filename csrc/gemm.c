@@ -66,7 +66,7 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
 }
 
 /* Columns of a block of c whose partial sums are kept. */
-enum { SUMS = 512 };
+#define SUMS PYOPS_TUNED(gemm_sums, 512, 32, 512, 32)
 
 size_t pyops_product_scratch(const pyops_kernels *k) { return (size_t)(k->B + k->MC * (k->KC + SUMS)); }
 
@@ -81,7 +81,7 @@ static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64
 
 /* ---- products that do not repay packing: few rows, which use a packed b only once or twice, and small ones.  With bfloat16
  * all are packed: rounding costs as much as packing. ---- */
-enum { SMALL = 32768 }; /* multiply-adds */
+#define SMALL PYOPS_TUNED(gemm_small, 32768, 0, 1 << 20, 1) /* multiply-adds */
 
 static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
 
@@ -125,7 +125,7 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
 /* Whether a is float32 and reading it in place is as fast as reading a packed copy.  Its rows (contiguous along K) must not
  * all map to the same 8-way L1 set. */
 static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
-    if (k->micro.is_bf16) return 0;
+    if (k->micro.is_bf16 || PYOPS_TUNED(gemm_packs_a, 0, 0, 1, 1)) return 0;
     return a.row == 1 ? k->any_col : a.col == 1 && (k->MR <= 8 || a.row % 1024);
 }
 

@@ -316,12 +316,25 @@ static inline pyops_status pyops_check_lengths(const char *who, const int32_t *l
     return status || !k_offsets ? status : pyops_check_offsets(who, "k_offsets", k_offsets, Tk, B, -1);
 }
 
+/* ---- constants that results must not depend on, except for the order of sums -------------------------------------
+ * PYOPS_TUNED(name, usual, least, most, unit) is `usual`.  In a test build with PYOPS_BUGGIFY (`make buggify`) it is a multiple
+ * of `unit` from `least` to `most`, or `usual`, drawn from a seed and the name once per process.
+ */
+#if PYOPS_BUGGIFY
+int64_t pyops_drawn(const char *name, int64_t usual, int64_t least, int64_t most, int64_t unit);
+#define PYOPS_TUNED(name, usual, least, most, unit) pyops_drawn(#name, usual, least, most, unit)
+#else
+#define PYOPS_TUNED(name, usual, least, most, unit) (usual)
+#endif
+
 /* ---- when to use several threads --------------------------------------------------------------
  * A parallel region costs a few microseconds on an idle machine, and more on a busy one, until the scheduler has run every
  * thread.  So a second thread must save about 100 microseconds.  The limits are the work of one core in that time: floats
  * moved, floats with one exponential or root each, and multiply-adds.
  */
-enum { PYOPS_SHARE_FLOATS = 262144, PYOPS_SHARE_EXPS = 65536, PYOPS_SHARE_FMAS = 8000000 };
+#define PYOPS_SHARE_FLOATS PYOPS_TUNED(share_floats, 262144, 1, 1 << 20, 1)
+#define PYOPS_SHARE_EXPS PYOPS_TUNED(share_exps, 65536, 1, 1 << 18, 1)
+#define PYOPS_SHARE_FMAS PYOPS_TUNED(share_fmas, 8000000, 8, 32000000, 8)
 
 /* ---- scratch: one buffer per thread, grown on demand, freed when the thread ends; NULL without memory.
  * A second call by the same thread returns the same memory. */

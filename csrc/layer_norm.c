@@ -7,7 +7,8 @@
 
 /* Dropout and norm take turns on blocks of BLOCK rows, which stay in the caches.  A block begins with a whole group of random
  * words: 4 divides BLOCK. */
-enum { ROWS = 64, BLOCK = 16 };
+#define ROWS PYOPS_TUNED(layer_norm_rows, 64, 4, 128, 4)
+#define BLOCK PYOPS_TUNED(layer_norm_block, 16, 4, 64, 4)
 
 typedef struct {
     uint64_t step, key;

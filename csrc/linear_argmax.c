@@ -21,7 +21,8 @@
 #include "internal.h"
 
 /* A block of logits is 64 KiB: WORDS tokens (their weights are 64 KiB too if D is 256) by ROWS rows.  DOTS: logits per call. */
-enum { WORDS = 256, ROWS = 64, DOTS = 64, GROUP = PYOPS_GROUP };
+enum { WORDS = 256, DOTS = 64, GROUP = PYOPS_GROUP };
+#define ROWS PYOPS_TUNED(linear_argmax_rows, 64, 1, 128, 1)
 _Static_assert(WORDS % GROUP == 0, "a block must be whole groups");
 
 /* Rows are rounded only if their largest number is in this range: then the product of scales is a normal float, as every

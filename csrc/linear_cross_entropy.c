@@ -21,7 +21,7 @@
 
 /* Rows in a block, a multiple of the tile heights 14 and 6: 252 x 13387 logits take 13 MB of L3, and weight and dweight are
  * read once per 252 rows. */
-enum { ROWS = 252 };
+#define ROWS PYOPS_TUNED(linear_cross_entropy_rows, 252, 1, 504, 1)
 
 /* The logits of a block are stored in chunks of COLUMNS columns, (ROWS, COLUMNS) each, rows LD apart.  With rows of all V
  * columns every row would be on another page, and with a stride of 2 KiB all rows would map to the same cache sets. */

@@ -7,7 +7,7 @@
 #include <string.h>
 #include "internal.h"
 
-enum { CHUNK = 16384 };
+#define CHUNK PYOPS_TUNED(muon_chunk, 16384, 1, 32768, 1)
 
 int64_t pyops_muon_momentum_work(int64_t count, int64_t n) { return 2 * count * ((n + CHUNK - 1) / CHUNK); }
 

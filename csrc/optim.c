@@ -10,7 +10,8 @@
 
 /* Adam computes a root and a division per element, so its chunks are smaller.  Threads take several chunks at a time,
  * dynamically: chunks with few touched blocks finish early. */
-enum { CHUNK = PYOPS_NORM_CHUNK, ADAM_CHUNK = 4096, TURN = 65536 };
+enum { CHUNK = PYOPS_NORM_CHUNK, ADAM_CHUNK = 4096 };
+#define TURN PYOPS_TUNED(optim_turn, 65536, CHUNK, 1 << 20, 1)
 
 _Static_assert(ADAM_CHUNK % PYOPS_GRAD_BLOCK == 0 && CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 

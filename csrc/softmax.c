@@ -71,8 +71,11 @@ static void softmax_long_rows(const pyops_kernels *k, const softmax_call *s) {
     }
 }
 
+/* Rows of a unit of work, and their floats. */
+#define ROWS PYOPS_TUNED(softmax_rows, 64, 1, 128, 1)
+#define ROW_FLOATS PYOPS_TUNED(softmax_row_floats, 16384, 1, 32768, 1)
 static void softmax_along(const softmax_call *s) {
-    enum { ROWS = 64, ROW_FLOATS = 16384, COLUMNS = PYOPS_SOFTMAX_COLUMNS };
+    enum { COLUMNS = PYOPS_SOFTMAX_COLUMNS };
     const pyops_kernels *k = pyops_active();
     const int64_t sums = s->outer * s->inner, n = s->n;
     const int is_row = s->inner == 1 && n >= LANES, is_gathered = !is_row && s->inner < LANES && n <= GATHER_MOST;

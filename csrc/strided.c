@@ -10,10 +10,13 @@
 #include <string.h>
 #include "internal.h"
 
-enum { AXES = PYOPS_AXES, OPERANDS = 4, CHUNK = 16384, TILE_ROWS = 32, TILE_COLUMNS = 128 };
+enum { AXES = PYOPS_AXES, OPERANDS = 4, TILE_ROWS = 32, TILE_COLUMNS = 128 };
+#define CHUNK PYOPS_TUNED(strided_chunk, 16384, 1, 65536, 1)
 /* Rows of fewer than SHORT elements are shorter than the call of a row function takes.  A block has about BLOCK elements, or
  * SHORT_ROWS short rows, which fit in L1 together with the skipped elements between them. */
-enum { SHORT = 16, BLOCK = 4096, SHORT_ROWS = 256 };
+#define SHORT PYOPS_TUNED(strided_short, 16, 1, 32, 1)
+#define BLOCK PYOPS_TUNED(strided_block, 4096, 32, 8192, 1)
+#define SHORT_ROWS PYOPS_TUNED(strided_short_rows, 256, 1, 512, 1)
 typedef char element[4];                /* float or int32: only the row functions interpret it */
 _Static_assert(sizeof(float) == sizeof(element) && sizeof(int32_t) == sizeof(element), "all elements have the same size");
 
@@ -462,9 +465,13 @@ static void reduce_unit(const reduction *r, int64_t u, wide *sums, void *y, cons
     if (!sums) finish((element *)y + y_at, r->column < 0 ? 1 : r->s.stride[Y][r->column], own, columns, r->is_int);
 }
 
+#define FEW PYOPS_TUNED(reduce_few, 16, 1, 64, 1)
+#define PIECES PYOPS_TUNED(reduce_pieces, 32, 1, 64, 1)
+#define PIECE PYOPS_TUNED(reduce_piece, 65536, 1, 1 << 17, 1)
+#define PIECE_ROWS PYOPS_TUNED(reduce_piece_rows, 64, 1, 128, 1)
+#define NARROW PYOPS_TUNED(reduce_narrow, 32, 1, 64, 1)
 static pyops_status reduce(const char *who, reduce_function *block, int is_int, void *y, const void *x, const int64_t *shape,
                            const int64_t *strides, int64_t ndim, int op) {
-    enum { FEW = 16, PIECES = 32, PIECE = 65536, PIECE_ROWS = 64, NARROW = 32 };
     const pyops_status status = check_strided(who, op, PYOPS_OP_MIN, shape, ndim);
     if (status) return status;
     reduction r = {.block = block,

@@ -7,7 +7,8 @@
 #include <string.h>
 #include "internal.h"
 
-enum { AXES = PYOPS_AXES, OPERANDS = 4, CHUNK = 8192, REAL = sizeof(double), SINGLE = sizeof(float), WHOLE = sizeof(int32_t) };
+enum { AXES = PYOPS_AXES, OPERANDS = 4, REAL = sizeof(double), SINGLE = sizeof(float), WHOLE = sizeof(int32_t) };
+#define CHUNK PYOPS_TUNED(strided_double_chunk, 8192, 1, 16384, 1)
 
 typedef struct {
     int n;                              /* axes, the last one innermost; at least one */
