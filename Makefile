@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants buggify schedules schedules-library fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants source-mutants buggify schedules schedules-library coverage fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -275,6 +275,10 @@ WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16 compact) $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
+# All tests of ops and kernels on the CPU.
+COVERED := $(filter-out %mutants.py,$(wildcard tests/ops/test_*.py)) $(patsubst %,tests/backend/test_%.py,kernels strided formats \
+               scaled_formats hadamard ndarray)
+
 C_FILES = $(shell find csrc cuda -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
 lint: .venv/test-ready ## check the Python code with ruff and its types with mypy, the C and CUDA code with clang-format
 	.venv/bin/python -m ruff check
@@ -323,7 +327,8 @@ asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and Und
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/backend/test_ndarray.py tests/backend/test_chains.py -k 'not torch'
 
-# Constants that are drawn: PYOPS_TUNED in csrc/internal.h.  The same objects serve both targets; outside of `schedules` the C library's empty functions take the calls of -finstrument-functions.
+# Constants that are drawn: PYOPS_TUNED in csrc/internal.h.  The same objects serve both targets and scripts/source_mutants.py;
+# outside of `schedules` the C library's empty functions take the calls of -finstrument-functions.
 SEEDS ?= 0 1 2 3
 DRAWN = $(MAKE) $(1) BUILD=build/drawn LIBRARY=$(1) RUNTIME=$(2) \
     EXTRA_CFLAGS='-O1 -DPYOPS_WITHOUT_EXACT=1 -g1 -DPYOPS_BUGGIFY=1 -finstrument-functions'
@@ -344,6 +349,14 @@ build/drawn/schedules.o: tests/helpers/schedules.c Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(CC))$(CC) -std=gnu11 -O1 -fPIC -Wall -Wextra -fvisibility=hidden -c -o $@ $<
 
+# -O0: optimised code has no branch of its own for each of the source.
+coverage: .venv/test-ready ## count the lines and branches of csrc/ that the tests of ops run, with AVX2 (gcc and gcov)
+	rm -f build/coverage/*.gcda build/coverage/kernels/*.gcda
+	$(MAKE) cpu BUILD=build/coverage LIBRARY=build/coverage/libpyops.so \
+	    EXTRA_CFLAGS='-O0 -DPYOPS_WITHOUT_EXACT=1 --coverage -fprofile-update=atomic'
+	PYOPS_ISA=avx2 PYOPS_LIBRARY=build/coverage/libpyops.so $(PYTEST) -p no:cacheprovider $(COVERED) -k 'not torch'
+	.venv/bin/python -m scripts.coverage build/coverage
+
 SECONDS ?= 60
 soak: cpu .venv/test-ready ## train random programs for SECONDS, with plans, threads and other memory: the bits must be equal
 	.venv/bin/python -m scripts.soak --seconds $(SECONDS)
@@ -354,6 +367,9 @@ fuzz: cpu .venv/test-ready ## give random inputs to all readers for MINUTES: eac
 
 mutants: cpu .venv/test-ready ## replace every kernel of the op table by wrong ones: its tests must fail each time
 	.venv/bin/python -m scripts.mutants
+
+source-mutants: cpu .venv/test-ready ## change csrc/ at one place at a time for SECONDS: the tests of ops must fail each time
+	.venv/bin/python -m scripts.source_mutants --seconds $(SECONDS)
 
 BENCH := .venv/bin/python -m bench
 bench: cpu .venv/ready ## the machine's limits, kernels, training, translation beside PyTorch's (needs torch: .venv/bin/pip install torch)

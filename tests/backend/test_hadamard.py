@@ -26,7 +26,8 @@ from pyops.inspect import statistics
 from pyops.philox import philox4x32
 from pyops.plan import Plan
 
-SHAPES = [((5, 96), -1), ((5, 70), 1), ((54, 7), 0), ((3, 47, 33), 1), ((31,), 0), ((2, 1), 1), ((20, 0), 0), ((0, 20), 1)]
+SHAPES = [((5, 96), -1), ((5, 70), 1), ((54, 7), 0), ((3, 47, 33), 1), ((31,), 0), ((2, 1), 1), ((1,), 0), ((20, 0), 0),
+          ((0, 20), 1)]
 
 
 def matrix(length):

@@ -1,0 +1,114 @@
+"""Count the lines and branches of csrc/ that the tests run; `make coverage` builds the library and runs them first.
+
+    python -m scripts.coverage build/coverage               print a table, and write what does not run to uncovered.txt there
+    python -m scripts.coverage build/coverage --save        also write the table to docs/reliability.md
+"""
+import json
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from pyops.errors import UserError, exits_cleanly
+from pyops.flags import ArgumentParser
+from scripts.generated import update
+
+PROGRAM = 'scripts.coverage'
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / 'docs' / 'reliability.md'
+# Branches that the op table does not take, by a part of their line, and the reason.
+REASONS = {
+    r'pyops_scratch|failed|NO_MEMORY|if \(scratch|if \(work\b|no_memory':
+        'without memory: `tests/training/test_faults.py` lets each allocation fail',
+}
+
+
+def parser():
+    p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Count the lines and branches of csrc/ that ran.')
+    p.add_argument('folder', type=Path, help='with the objects and counts of gcc --coverage')
+    p.add_argument('--isa', default='avx2', help='the instruction set that ran; others are left out (default %(default)s)')
+    p.add_argument('--save', action='store_true', help=f'write the table to {PAGE.relative_to(ROOT)}')
+    return p
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    counts = sorted(path for path in args.folder.rglob('*.gcda') if path.parent.name != 'kernels' or path.stem == args.isa)
+    if not counts:
+        raise UserError(f'{args.folder}: expected counts of gcc --coverage (*.gcda); run `make coverage`')
+    lines, branches = read(counts)
+    text = table(lines, branches)
+    print(text)
+    (args.folder / 'uncovered.txt').write_text(''.join(
+        f'{file}:{line}: {source(file, line)}\n' for file, line in sorted(open_branches(lines, branches))))
+    if args.save:
+        update(PAGE, 'coverage', text, f'python -m {PROGRAM} {args.folder} --save')
+    return 0
+
+
+def read(counts):
+    """Return ({(file, line): count}, {(file, line, function, number): count}) of files with counts, by gcov; files of csrc/.
+
+    Counts of a header, and of code that a macro makes, are added up over all objects and functions."""
+    lines, branches = Counter(), Counter()
+    for path in counts:
+        run = subprocess.run(['gcov', '--json-format', '--stdout', '--branch-probabilities', str(path)], capture_output=True,
+                             text=True, cwd=ROOT)
+        if run.returncode:
+            raise UserError(f'gcov {path}: {run.stderr.strip().splitlines()[-1]}; use the gcov of the compiler')
+        for file in json.loads(run.stdout)['files']:
+            name = file['file'].partition('csrc/')
+            if not name[1] or name[0]:
+                continue
+            for line in file['lines']:
+                lines[name[2], line['line_number']] += line['count']
+                for number, branch in enumerate(line['branches']):
+                    branches[name[2], line['line_number'], line.get('function_name'), number] += branch['count']
+    return lines, branches
+
+
+def source(file, line):
+    return (ROOT / 'csrc' / file).read_text().split('\n')[line - 1].strip()
+
+
+def reason_of(file, line):
+    """Return why a branch is not taken, None if that is not known."""
+    text = source(file, line)
+    return next((reason for pattern, reason in REASONS.items() if re.search(pattern, text)), None)
+
+
+def open_branches(lines, branches):
+    """Return {(file, line)} with a line or branch that never ran and has no reason."""
+    missed = {key for key, count in lines.items() if not count} | {key[:2] for key, count in branches.items() if not count}
+    return {(file, line) for file, line in missed if not reason_of(file, line)}
+
+
+def table(lines, branches):
+    """Return the text of the page."""
+    rows = defaultdict(lambda: [0, 0, 0, 0])
+    for (file, _), count in lines.items():
+        for name in (_folder(file), 'all'):
+            rows[name][0] += 1
+            rows[name][1] += count > 0
+    for (file, *_), count in branches.items():
+        for name in (_folder(file), 'all'):
+            rows[name][2] += 1
+            rows[name][3] += count > 0
+    text = ['| files | lines | run | branches | taken |', '|---|---|---|---|---|']
+    text += [f'| {name} | {n} | {ran / n:.1%} | {m} | {taken / max(m, 1):.1%} |'
+             for name, (n, ran, m, taken) in sorted(rows.items(), key=lambda pair: (pair[0] == 'all', pair[0]))]
+    reasons = Counter(reason_of(*key[:2]) for key, count in branches.items() if not count)
+    text += ['', 'Branches that are not taken:', '']
+    text += [f'- {count}: {reason}' for reason, count in reasons.most_common() if reason]
+    text += [f'- {reasons[None]}: without a reason'] if reasons[None] else []
+    return '\n'.join([*text, ''])
+
+
+def _folder(file):
+    return '`csrc/kernels/`' if file.startswith('kernels/') else '`csrc/*.h`' if file.endswith('.h') else '`csrc/`'
+
+
+if __name__ == '__main__':
+    with exits_cleanly(PROGRAM):
+        sys.exit(main())

@@ -1,0 +1,136 @@
+"""Change the C sources at one place at a time, and count the changes that the tests of ops reject.
+
+    python -m scripts.source_mutants --seconds 600          go on with the changes of seed 1 for ten minutes
+    python -m scripts.source_mutants --again                try the survivors again, after tests were added
+    python -m scripts.source_mutants --barriers             take away each barrier; threads run in orders drawn from seeds
+    python -m scripts.source_mutants --save                 also write the counts to docs/reliability.md
+
+Results are kept in build/mutants, so a long run can be made in portions.
+"""
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from pyops.errors import UserError, exits_cleanly
+from pyops.flags import ArgumentParser, non_negative_int
+from scripts.generated import update
+
+PROGRAM = 'scripts.source_mutants'
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / 'docs' / 'reliability.md'
+# Survivors that are no gap of the tests, and the reason: file, a part of the line, a part of the change.
+EXPLAINED = [
+]
+
+
+def parser():
+    p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Test the tests of ops with changed C sources.')
+    p.add_argument('files', nargs='*', metavar='FILE', help='only these files of csrc/, as in kernels/norm.inc (default: all)')
+    p.add_argument('--seconds', type=non_negative_int, default=60, metavar='N', help='time to run (default %(default)s)')
+    p.add_argument('--seed', type=non_negative_int, default=1, metavar='N',
+                   help='seed of the order of all changes (default %(default)s)')
+    p.add_argument('--isa', choices=('generic', 'avx2'), default='avx2',
+                   help='the instruction set to change and test (default %(default)s)')
+    p.add_argument('--barriers', action='store_true',
+                   help='take away each barrier instead, and run threads one at a time in several orders')
+    p.add_argument('--again', action='store_true', help='try the survivors again')
+    p.add_argument('--save', action='store_true', help=f'write the counts to {PAGE.relative_to(ROOT)}')
+    return p
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    sys.path[:0] = [str(ROOT), *(str(ROOT / 'tests' / name) for name in ('helpers', 'ops', 'backend', ''))]
+    import source_mutants
+    from source_mutants import Mutation, Result
+
+    kept = source_mutants.FOLDER / f'results_{args.isa}_{"barriers" if args.barriers else args.seed}.jsonl'
+    results = {}
+    if kept.exists():
+        for fields, outcome, by in map(json.loads, kept.read_text().splitlines()):
+            results[Mutation(*fields)] = Result(Mutation(*fields), outcome, by)
+    build, reach = source_mutants.prepare(args.isa, args.barriers)
+    if unknown := set(args.files) - set(build.files):
+        raise UserError(f'{min(unknown)}: no file of csrc/ with changes; expected one of {", ".join(build.files)}')
+    drawn = source_mutants.barriers(build) if args.barriers else source_mutants.drawn(build, args.seed, args.files)
+    known = set(drawn)
+    results = {mutation: result for mutation, result in results.items() if mutation in known or args.files}
+    todo = [m for m in drawn if (results[m].outcome in ('survives', 'unreached') if m in results else not args.again)]
+    if not args.again:
+        todo = [m for m in todo if m not in results]
+    start = time.perf_counter()
+    with open(kept, 'a') as file:
+        def note(result):
+            results[result.mutation] = result
+            file.write(json.dumps(result) + '\n')
+            file.flush()
+            if result.outcome in ('survives', 'unreached'):
+                print(f'{result.outcome:9s} : {text_of(result.mutation, build)}', flush=True)
+            return time.perf_counter() - start > args.seconds
+        if args.seconds:
+            source_mutants.run(build, reach, todo, note)
+    counts = Counter(result.outcome for result in results.values())
+    killed = sum(counts[name] for name in source_mutants.KILLED)
+    open_ = [r.mutation for r in results.values() if r.outcome in ('survives', 'unreached')]
+    print(f'{killed} of {killed + len(open_)} changes rejected; {counts["equal"]} with equal object code, '
+          f'{counts["invalid"]} that do not compile; {len(drawn)} in all, in {time.perf_counter() - start:.0f} s')
+    if args.save:
+        update(PAGE, 'source mutants', table(args, build, results, len(drawn)), f'python -m {PROGRAM} --save')
+    return int(any(not reason_of(mutation, build) for mutation in open_))
+
+
+def reason_of(mutation, build):
+    """Return the reason of a survivor, None if there is none."""
+    line = (ROOT / 'csrc' / mutation.file).read_text().split('\n')[mutation.line - 1]
+    change = f'{mutation.old} -> {mutation.new}'
+    return next((reason for file, part, changes, reason in EXPLAINED
+                 if file == mutation.file and part in line and changes in change), None)
+
+
+def text_of(mutation, build):
+    line = (ROOT / 'csrc' / mutation.file).read_text().split('\n')[mutation.line - 1].strip()
+    reason = reason_of(mutation, build)
+    return f'{mutation}\n            {line}' + (f'\n            ({reason})' if reason else '')
+
+
+def table(args, build, results, all_changes):
+    """Return the text of the page."""
+    from source_mutants import KILLED, KINDS
+    counts = Counter(result.outcome for result in results.values())
+    killed = sum(counts[name] for name in KILLED)
+    survivors = [r.mutation for r in results.values() if r.outcome in ('survives', 'unreached')]
+    explained = [(mutation, reason) for mutation in survivors if (reason := reason_of(mutation, build))]
+    tried = killed + len(survivors)
+    lines = [f'{len(results)} of {all_changes} possible changes (seed {args.seed}) of {len(build.files)} files, on {args.isa}: '
+             f'{counts["equal"]} give equal object code, {counts["invalid"]} do not compile. Of the other {tried}, {killed} '
+             f'are killed, {killed / tried:.1%}: {counts["test"]} by a test, {counts["crash"]} by a crash, {counts["time"]} by '
+             f'the limit of time. Of {len(survivors)} survivors {len(explained)} are explained below.', '',
+             '| change | tried | killed |', '|---|---|---|']
+    by_kind = defaultdict(Counter)
+    by_file = defaultdict(Counter)
+    for mutation, result in results.items():
+        if result.outcome not in ('equal', 'invalid'):
+            by_kind[mutation.kind][result.outcome in KILLED] += 1
+            by_file[mutation.file][result.outcome in KILLED] += 1
+    lines += [f'| {KINDS[kind]} | {by_kind[kind].total()} | {by_kind[kind][True]} |' for kind in KINDS if by_kind[kind]]
+    lines += ['', 'Killed changes of each file: ' + ', '.join(
+        f'`{file}` {count[True]}/{count.total()}' for file, count in sorted(by_file.items())) + '.', '']
+    reasons = defaultdict(list)
+    for mutation, reason in explained:
+        reasons[reason].append(mutation)
+    if reasons:
+        lines += ['Survivors that change no result:', '']
+        for reason, found in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
+            lines.append(f'- {reason}: ' + ', '.join(f'`{m.file}:{m.line}`' for m in sorted(found)))
+    rest = sorted(set(survivors) - {mutation for mutation, _ in explained})
+    if rest:
+        lines += ['', 'Survivors without an explanation:', '']
+        lines += [f'- `{mutation}`' for mutation in rest]
+    return '\n'.join([*lines, ''])
+
+
+if __name__ == '__main__':
+    with exits_cleanly(PROGRAM):
+        sys.exit(main())
