@@ -275,8 +275,8 @@ WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16 compact) $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
-# All tests of ops and kernels on the CPU.
-COVERED := $(filter-out %mutants.py,$(wildcard tests/ops/test_*.py)) $(patsubst %,tests/backend/test_%.py,kernels strided formats \
+# The tests of ops and kernels on the CPU, without those that train models.
+COVERED := $(filter-out %mutants.py %quantization.py,$(wildcard tests/ops/test_*.py)) $(patsubst %,tests/backend/test_%.py,kernels strided formats \
                scaled_formats hadamard ndarray)
 
 C_FILES = $(shell find csrc cuda -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
@@ -340,7 +340,7 @@ buggify: cpu .venv/test-ready ## the op table with sizes of blocks and bounds of
 # All threads of a region run one at a time, with the smallest bounds of sharing: see tests/helpers/schedules.c.
 schedules: cpu .venv/test-ready schedules-library ## the op table on threads that run in an order drawn at random, for each of SEEDS
 	for seed in $(SEEDS); do PYOPS_SCHEDULE=$$seed PYOPS_BUGGIFY=0 OMP_NUM_THREADS=3 \
-	    PYOPS_LIBRARY=build/drawn/schedules.so $(PYTEST) -p no:cacheprovider $(TABLE) -k 'not torch' || exit 1; done
+	    PYOPS_LIBRARY=build/drawn/schedules.so $(PYTEST) -p no:cacheprovider $(TABLE) -k 'not torch and not only_the_abi' || exit 1; done
 
 schedules-library:
 	+$(call DRAWN,build/drawn/schedules.so,build/drawn/schedules.o)
@@ -354,7 +354,7 @@ coverage: .venv/test-ready ## count the lines and branches of csrc/ that the tes
 	rm -f build/coverage/*.gcda build/coverage/kernels/*.gcda
 	$(MAKE) cpu BUILD=build/coverage LIBRARY=build/coverage/libpyops.so \
 	    EXTRA_CFLAGS='-O0 -DPYOPS_WITHOUT_EXACT=1 --coverage -fprofile-update=atomic'
-	PYOPS_ISA=avx2 PYOPS_LIBRARY=build/coverage/libpyops.so $(PYTEST) -p no:cacheprovider $(COVERED) -k 'not torch'
+	PYOPS_ISA=avx2 PYOPS_LIBRARY=build/coverage/libpyops.so $(PYTEST) -p no:cacheprovider $(COVERED) -k 'not torch and not only_the_abi'
 	.venv/bin/python -m scripts.coverage build/coverage
 
 SECONDS ?= 60

@@ -28,6 +28,7 @@ def parser():
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Count the lines and branches of csrc/ that ran.')
     p.add_argument('folder', type=Path, help='with the objects and counts of gcc --coverage')
     p.add_argument('--isa', default='avx2', help='the instruction set that ran; others are left out (default %(default)s)')
+    p.add_argument('--tests', default='the tests of ops and kernels', metavar='TEXT', help='the tests that ran, for the page')
     p.add_argument('--save', action='store_true', help=f'write the table to {PAGE.relative_to(ROOT)}')
     return p
 
@@ -43,7 +44,7 @@ def main(argv=None):
     (args.folder / 'uncovered.txt').write_text(''.join(
         f'{file}:{line}: {source(file, line)}\n' for file, line in sorted(open_branches(lines, branches))))
     if args.save:
-        update(PAGE, 'coverage', text, f'python -m {PROGRAM} {args.folder} --save')
+        update(PAGE, 'coverage', f'By {args.tests}, on {args.isa}:\n\n{text}', f'python -m {PROGRAM} {args.folder} --save')
     return 0
 
 

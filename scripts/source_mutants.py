@@ -22,6 +22,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / 'docs' / 'reliability.md'
 # Survivors that are no gap of the tests, and the reason: file, a part of the line, a part of the change.
 EXPLAINED = [
+    ('batch_norm.c', 'v < 0.0f ?', '', 'both values are 0'),
+    ('batch_norm.c', 'P > 1 && c < n', '', 'a sum of one value'),
+    ('batch_norm.c', 'r < R; r += ROWS', '<=', 'a block without rows adds 0'),
+    ('strided.c', 'if (size[d] <= 0) return;', '', 'a piece without elements'),
+    ('conv2d.c', 's->kh == 3 && s->kw == 3', '', 'which of two algorithms computes the same'),
+    ('attention.c', 'return all * thread / threads', '', 'when several threads share the work'),
+    ('gemm.c', 'jc += (K > k->KC ? SUMS : to - from)', '- ->', 'a step past the end of the only block'),
+    ('gemm.c', 'if (b_step[d] || a_step[d]', '1 ||', 'matrices are multiplied one by one in place of together'),
+    ('gather.c', 'length <= total - sum', '', 'a later check compares the whole sum; this one keeps it from overflowing'),
+    ('scaled_formats.c', 'const int64_t all =', '', 'an early return, and when several threads share the work'),
+    ('linear_cross_entropy.c', 'for (int64_t v = 0; v < V; v += COLUMNS)', '<=', 'a chunk without columns adds 0'),
+    ('linear_cross_entropy.c', 'failed', '', 'without memory, in tests/training/test_faults.py'),
+    ('cross_entropy.c', 'C <= PYOPS_NARROW ? 256', '256', 'the size of a block'),
 ]
 
 
@@ -76,9 +89,20 @@ def main(argv=None):
     open_ = [r.mutation for r in results.values() if r.outcome in ('survives', 'unreached')]
     print(f'{killed} of {killed + len(open_)} changes rejected; {counts["equal"]} with equal object code, '
           f'{counts["invalid"]} that do not compile; {len(drawn)} in all, in {time.perf_counter() - start:.0f} s')
-    if args.save:
+    if args.save and args.barriers:
+        update(PAGE, 'barriers', barrier_text(results, len(drawn)), f'python -m {PROGRAM} --barriers --save')
+    elif args.save:
         update(PAGE, 'source mutants', table(args, build, results, len(drawn)), f'python -m {PROGRAM} --save')
     return int(any(not reason_of(mutation, build) for mutation in open_))
+
+
+def barrier_text(results, all_barriers):
+    """Return the text of the page about barriers."""
+    from source_mutants import KILLED
+    kept = sorted(r.mutation for r in results.values() if r.outcome not in KILLED)
+    text = f'{len(results) - len(kept)} of {len(results)} removed barriers are found; there are {all_barriers}.'
+    listed = [f'- not found: `{mutation.file}:{mutation.line}`' for mutation in kept]
+    return '\n'.join([text, *([''] if listed else []), *listed, ''])
 
 
 def reason_of(mutation, build):
@@ -106,7 +130,8 @@ def table(args, build, results, all_changes):
     lines = [f'{len(results)} of {all_changes} possible changes (seed {args.seed}) of {len(build.files)} files, on {args.isa}: '
              f'{counts["equal"]} give equal object code, {counts["invalid"]} do not compile. Of the other {tried}, {killed} '
              f'are killed, {killed / tried:.1%}: {counts["test"]} by a test, {counts["crash"]} by a crash, {counts["time"]} by '
-             f'the limit of time. Of {len(survivors)} survivors {len(explained)} are explained below.', '',
+             f'the limit of time. Of {len(survivors)} survivors {len(explained)} are explained below; {counts["unreached"]} '
+             'are in functions that no recorded test runs.', '',
              '| change | tried | killed |', '|---|---|---|']
     by_kind = defaultdict(Counter)
     by_file = defaultdict(Counter)

@@ -346,7 +346,7 @@ __attribute__((constructor)) static void start(void) {{ proxy_load("{base}"); }}
 TESTS = [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'tests/ops').glob('test_*.py') if 'mutants' not in path.name),
          *(f'tests/backend/test_{name}.py'
            for name in ('kernels', 'strided', 'formats', 'scaled_formats', 'hadamard', 'ndarray')),
-         'tests/text/test_beam_search.py']
+         'tests/text/test_beam_search.py', 'tests/training/test_optim.py']
 LEFT_OUT = 'not torch and not requested_kernels and not PYOPS_ISA and not only_the_abi'
 
 
@@ -514,17 +514,29 @@ def drawn(build, seed, files=()):
 
 
 def barriers(build):
-    """Return the Mutations that take a barrier away: an explicit one, or the one at the end of a loop or `single`."""
+    """Return the Mutations that take a barrier away: an explicit one, or the one at the end of a loop or `single`, unless the
+    region ends there too."""
     found = []
     for file, text in build.texts().items():
         for match in re.finditer(r'^ *#pragma omp (barrier|(?:for|single)\b(?!.*nowait)[^/\n]*)', text, re.M):
             line = text.count('\n', 0, match.start(1)) + 1
             if match[1] == 'barrier':
                 found.append(Mutation(file, line, match.start(), match.end(), match[0], '', 'barrier'))
-            else:
+            elif not _ends_region(text.split('\n'), line):
                 end = match.start(1) + len(match[1].rstrip())
                 found.append(Mutation(file, line, end, end, '', ' nowait', 'barrier'))
     return found
+
+
+def _ends_region(lines, line):
+    """Return whether the parallel region ends after the loop of the pragma at a line (from 1)."""
+    def indent(text):
+        return len(text) - len(text.lstrip())
+    depth = indent(lines[line - 1])
+    region = next((indent(text) for text in reversed(lines[:line - 1]) if '#pragma omp parallel' in text), None)
+    after = [text for text in lines[line + 1:] if text.strip()]         # behind the line of the loop itself
+    after = next((text for text in after if indent(text) < depth or (indent(text) == depth and text.strip() != '}')), '')
+    return after.strip() == '}' and indent(after) == region
 
 
 def prepare(isa, schedules=False):

@@ -23,6 +23,24 @@ static void scale(float *y, const float *x, int64_t n) {
 '''
 
 
+TEXT_OF_REGION = '''    #pragma omp parallel
+    {
+        #pragma omp barrier /* why */
+        #pragma omp for schedule(static)
+        for (int i = 0; i < n; i++) {
+            y[i] = 0;
+        }
+        #pragma omp for nowait
+        for (int i = 0; i < n; i++) x[i] = 0;
+        #pragma omp single
+        f();
+        #pragma omp for
+        for (int i = 0; i < n; i++)
+            for (int j = 0; j < n; j++) z[i] = 0;
+    }
+'''
+
+
 def changes(kind):
     return {(m.old.strip(), m.new.strip()) for m in mutations_of('some.c', TEXT) if m.kind == kind}
 
@@ -103,8 +121,6 @@ def test_other_parameters_of_the_same_functions_come_with_the_same_row_first():
 def test_explicit_barriers_and_those_of_loops_are_found():
     class Build:
         def texts(self):
-            return {'a.c': '    #pragma omp barrier /* why */\n    #pragma omp for schedule(static)\n'
-                           '    #pragma omp for nowait\n    #pragma omp single\n'}
-    text = Build().texts()['a.c']
-    assert [m.applied(text).splitlines()[m.line - 1] for m in source_mutants.barriers(Build())] == [
-        ' /* why */', '    #pragma omp for schedule(static) nowait', '    #pragma omp single nowait']
+            return {'a.c': TEXT_OF_REGION}
+    assert [m.applied(TEXT_OF_REGION).splitlines()[m.line - 1] for m in source_mutants.barriers(Build())] == [
+        ' /* why */', '        #pragma omp for schedule(static) nowait', '        #pragma omp single nowait']
