@@ -342,7 +342,7 @@ schedules: cpu .venv/test-ready schedules-library ## the op table on threads tha
 	for seed in $(SEEDS); do PYOPS_SCHEDULE=$$seed PYOPS_BUGGIFY=0 OMP_NUM_THREADS=3 \
 	    PYOPS_LIBRARY=build/drawn/schedules.so $(PYTEST) -p no:cacheprovider $(TABLE) -k 'not torch and not only_the_abi' || exit 1; done
 
-schedules-library:
+schedules-library: ## build the library of `schedules`, build/drawn/schedules.so
 	+$(call DRAWN,build/drawn/schedules.so,build/drawn/schedules.o)
 
 build/drawn/schedules.o: tests/helpers/schedules.c Makefile

@@ -176,10 +176,11 @@ def test_each_file_call_of_a_run_fails_once_and_the_resumed_run_equals_an_undist
         failed.append(fault.name)
         train(path)
         assert tensors_of(rescue if path != folder else folder) == expected, (n, fault.name)
-        assert not list(folder.glob('.*.tmp')) or fault.name == 'unlink', (n, fault.name)
+        assert not list(folder.glob('.*.tmp')), (n, fault.name)
         for file in rescue.iterdir():
             file.unlink()
-    assert set(failed) == set(CALLS) and len(failed) > 20
+    assert set(failed) == set(CALLS) - {'unlink'}           # only what a killed process left is removed: test_files.py
+    assert len(failed) > 15
 
 
 @pytest.mark.skipif(not os.path.isdir('/proc/self/fd'), reason='finds the path of a descriptor as Linux does: run it there')
