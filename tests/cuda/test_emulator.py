@@ -151,7 +151,9 @@ def test_a_bug_is_caught(programs, bug, variant):
         return                                  # whatever lies there now
     assert re.search(pattern or NONE, out), out
     if pattern != RACE and 'data race' not in (pattern or '') and variant == 'tsan':
-        assert 'data race' not in out or bug in ('copy_not_waited_for', 'product<Product::waited_for_late>'), out
+        # these bugs also let a copy and a thread, or two copies, meet at one address, if the time is right
+        assert 'data race' not in out or bug in ('copy_not_waited_for', 'product<Product::waited_for_late>',
+                                                 'sharing<Sharing::too_few_bytes>'), out
 
 
 @pytest.mark.parametrize('bug', UNSEEN)
