@@ -438,7 +438,7 @@ class DecoderBlock:
         cache.  With state.given: for R tokens of one hypothesis from state.t on.
 
         Without it R is a multiple of the number of sentences B, and row r belongs to sentence r % B.  So in cross-attention the
-        hypotheses of a sentence have the same keys, of which there is one copy.
+        hypotheses of a sentence have the same keys, stored once.
         """
         t, rows = state.t, state.memory_rows
 

@@ -14,7 +14,7 @@
 #include <stdlib.h>
 
 #define PLAIN __attribute__((no_instrument_function))
-/* Hidden, so that the library uses these and not those of another runtime, or the empty functions of the C library. */
+/* Hidden, so that the library uses these functions, not another runtime's, or the empty functions of the C library. */
 #define ENTRY PLAIN __attribute__((visibility("hidden")))
 enum { MOST = 64, INTERRUPTS = 128 };   /* threads; functions entered for each interruption, on average */
 
