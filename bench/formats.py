@@ -25,6 +25,7 @@ import numpy as np
 
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, positive_int
+from pyops.formats import parse
 from pyops.inspect.products import PRODUCTS
 from pyops.steplog import RECORD
 from scripts import generated
@@ -151,8 +152,8 @@ def search_table(losses):
 def search(root, pool):
     """Return the lines of the table of --search."""
     train('none', root / 'searched')
-    recipes = [('not rounded', 'none', 0.0), *((guess.name, str(guess), float('nvfp4' in guess.name)) for guess in GUESSES),
-               *recipes_for(root / 'searched', root)]
+    guesses = [(guess.name, str(guess), float(parse(guess.forward).bits == 4)) for guess in GUESSES]
+    recipes = [('not rounded', 'none', 0.0), *guesses, *recipes_for(root / 'searched', root)]
     jobs = {(name, share): [pool.submit(train, recipe, root / f'{number}_{seed}', '--seed', seed) for seed in SEEDS]
             for number, (name, recipe, share) in enumerate(recipes)}
     return search_table({key: [job.result() for job in of_seeds] for key, of_seeds in jobs.items()})
