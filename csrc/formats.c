@@ -65,7 +65,7 @@ static void quantize_columns(const call *c, float *y, const float *x, int64_t fi
     for (int64_t r = 0; r < rows; r++) {
         const float *from = x + first + r * inner;
         if (c->factor) c->k->scale(scaled, from, c->factor[0], n), from = scaled;
-        c->k->amax_columns(amax, from, n);
+        c->k->amax_blocks(amax, from, n, 1);
     }
     c->k->block_scales(scales, amax, n, &c->how);
     for (int64_t r = 0; r < rows; r++) {

@@ -184,8 +184,10 @@ typedef struct {
                                const pyops_rounding_of *how)) \
     ROW(uint32_t, amax,       (const float *x, int64_t n)) \
     ROW(void,   describe,     (pyops_description *d, const float *x, int64_t n)) \
-    ROW(void,   amax_columns, (uint32_t *amax, const float *x, int64_t n)) \
+    ROW(void,   amax_blocks,  (uint32_t *amax, const float *x, int64_t n, int64_t block)) \
     ROW(void,   block_scales, (int32_t *scales, const uint32_t *amax, int64_t n, const pyops_rounding_of *how)) \
+    ROW(void,   number_scales, (float *scales, const uint32_t *amax, int64_t n, float factor, const pyops_rounding_of *how)) \
+    ROW(void,   expand_scales, (float *each, const float *scales, int64_t first, int64_t n, int64_t block, float divisor)) \
     ROW(void,   strided_unary_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_binary_int32, (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_where_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \

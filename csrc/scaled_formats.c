@@ -1,12 +1,16 @@
 /* scaled_formats.c - numbers rounded to narrow formats in blocks with a float as their scale, in one or two dimensions.
  *
- * First the scales of all blocks, then the numbers, row by row: a row crosses the blocks beside each other.
+ * The scales of some adjacent blocks, then their numbers, row by row: a row crosses the blocks beside each other.  If blocks are
+ * tall, first the scales of all blocks, then all numbers.
  */
 #include "internal.h"
 #define FORMAT_INLINE static inline
 #include "number_format.inc"
 
-enum { CHUNK = 1024 };              /* numbers of a row processed at a time */
+enum {
+    CHUNK = 1024,       /* numbers of a row processed at a time */
+    BAND = 128 /* rows of a block up to which scales and numbers are computed together, so that x is read from memory once */
+};
 
 /* A matrix and its blocks; down, across: numbers of blocks. */
 typedef struct { int64_t rows, columns, block_rows, block_columns, down, across; } grid;
@@ -22,25 +26,16 @@ static grid make_grid(int64_t rows, int64_t columns, int64_t block_rows, int64_t
     };
 }
 
-static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-/* The largest |x| of block (b, c) of a matrix, as bits. */
-static uint32_t amax_of(const grid *g, const float *x, int64_t b, int64_t c) {
-    const pyops_kernels *k = pyops_active();
-    const int64_t from = b * g->block_rows, to = pyops_min(from + g->block_rows, g->rows);
-    const int64_t left = c * g->block_columns, width = pyops_min(g->block_columns, g->columns - left);
-    uint32_t amax = 0;
-    for (int64_t row = from; row < to; row++) amax = larger(amax, k->amax(x + row * g->columns + left, width));
-    return amax;
-}
-
-/* The same for a matrix that is one block: the threads share it. */
+/* The largest |x| of a matrix, as bits; the threads share it. */
 static uint32_t amax_of_all(const grid *g, const float *x) {
     const pyops_kernels *k = pyops_active();
     const int64_t all = g->rows * g->columns;
     uint32_t amax = 0;
     #pragma omp parallel for schedule(static) reduction(max : amax) if (all > PYOPS_SHARE_FLOATS)
-    for (int64_t i = 0; i < all; i += CHUNK) amax = larger(amax, k->amax(x + i, pyops_min(CHUNK, all - i)));
+    for (int64_t i = 0; i < all; i += CHUNK) {
+        const uint32_t most = k->amax(x + i, pyops_min(CHUNK, all - i));
+        amax = most > amax ? most : amax;
+    }
     return amax;
 }
 
@@ -75,27 +70,73 @@ static double error_of(const grid *g, const float *x, int64_t b, int64_t c, floa
     return all;
 }
 
-/* The scale of block (b, c), whose amax has these bits. */
-static float scale_of(const grid *g, const float *x, int64_t b, int64_t c, uint32_t amax, float factor, number_format f,
-                      int32_t rule, int32_t shift, int32_t flush) {
-    const float scale = number_scale(amax, factor, f, rule, shift, flush);
-    if (!has_choice(amax, rule)) return scale;
-    const float other = scale_to_four(amax, factor);
-    return error_of(g, x, b, c, other / factor, rule) < error_of(g, x, b, c, scale / factor, rule) ? other : scale;
+/* The arguments of a call. */
+typedef struct {
+    const pyops_kernels *k;
+    grid g;
+    number_format f;
+    pyops_rounding_of how;
+    float *y, *scales;
+    uint16_t *codes;
+    const float *x;
+    float scaling;
+    const int64_t *step;                    /* NULL unless rounding is stochastic */
+    uint64_t key;
+    int is_one;                             /* all numbers are one block */
+} call;
+
+/* The scale of a block that has a choice: this one, or the one that maps its amax to 4. */
+static float better_scale(const call *c, const float *x, int64_t b, int64_t i, uint32_t amax, float scale) {
+    const float other = scale_to_four(amax, c->scaling);
+    const double error = error_of(&c->g, x, b, i, scale / c->scaling, c->how.rule);
+    return error_of(&c->g, x, b, i, other / c->scaling, c->how.rule) < error ? other : scale;
 }
 
-/* The scales of the rows of blocks when blocks are one column wide: adjacent columns together. */
-static void column_scales(const grid *g, float *scales, const float *x, int64_t b, float factor, number_format f, int32_t rule,
-                          int32_t shift, int32_t flush) {
-    const pyops_kernels *k = pyops_active();
-    const int64_t from = b * g->block_rows, to = pyops_min(from + g->block_rows, g->rows);
+/* The scales of blocks first, ..., end - 1 of row `line` of blocks, counted over all matrices. */
+static void find_scales(const call *c, int64_t line, int64_t first, int64_t end) {
+    const grid *g = &c->g;
+    const int64_t b = line % g->down, from = b * g->block_rows, to = pyops_min(from + g->block_rows, g->rows);
+    const float *x = c->x + line / g->down * g->rows * g->columns;
+    float *scales = c->scales + line * g->across;
     uint32_t amax[CHUNK];
-    for (int64_t j = 0; j < g->columns; j += CHUNK) {
-        const int64_t n = pyops_min(CHUNK, g->columns - j);
-        memset(amax, 0, sizeof amax);
-        for (int64_t r = from; r < to; r++) k->amax_columns(amax, x + r * g->columns + j, n);
-        for (int64_t i = 0; i < n; i++) scales[j + i] = scale_of(g, x, b, j + i, amax[i], factor, f, rule, shift, flush);
+    for (int64_t i = first; i < end; i += CHUNK) {
+        const int64_t n = pyops_min(CHUNK, end - i), left = i * g->block_columns;
+        const int64_t width = pyops_min((i + n) * g->block_columns, g->columns) - left;
+        memset(amax, 0, (size_t)n * sizeof *amax);
+        if (c->is_one) amax[0] = amax_of_all(g, x);
+        else
+            for (int64_t r = from; r < to; r++) c->k->amax_blocks(amax, x + r * g->columns + left, width, g->block_columns);
+        c->k->number_scales(scales + i, amax, n, c->scaling, &c->how);
+        for (int64_t j = 0; j < n; j++)
+            if (has_choice(amax[j], c->how.rule)) scales[i + j] = better_scale(c, x, b, i + j, amax[j], scales[i + j]);
     }
+}
+
+/* Round at most CHUNK numbers of a row, counted over all matrices, from column j on. */
+static void round_piece(const call *c, int64_t row, int64_t j, int64_t n) {
+    const grid *g = &c->g;
+    const int64_t at = row * g->columns + j;
+    const float *scales = c->scales + (row / g->rows * g->down + row % g->rows / g->block_rows) * g->across;
+    float scale[CHUNK];
+    uint32_t words[CHUNK];
+    c->k->expand_scales(scale, scales, j, n, g->block_columns, c->scaling);
+    if (c->step) c->k->random_words(words, at, n, (uint64_t)c->step[0], c->key);
+    if (c->codes)
+        for (int64_t i = 0; i < n; i++)
+            c->codes[at + i] = (uint16_t)code_of(
+                round_scaled(c->x[at + i], scale[i], c->step ? words[i] : 0, c->f, c->how.rounding), c->f);
+    if (c->y) c->k->round_scaled(c->y + at, c->x + at, scale, c->step ? words : NULL, n, &c->how);
+}
+
+/* Scales and numbers of blocks first, ..., end - 1 of row `line` of blocks: the numbers are read twice, from a cache. */
+static void quantize_blocks(const call *c, int64_t line, int64_t first, int64_t end) {
+    const grid *g = &c->g;
+    const int64_t from = line % g->down * g->block_rows, to = pyops_min(from + g->block_rows, g->rows);
+    const int64_t left = first * g->block_columns, right = pyops_min(end * g->block_columns, g->columns);
+    find_scales(c, line, first, end);
+    for (int64_t row = from; row < to; row++)
+        for (int64_t j = left; j < right; j += CHUNK)
+            round_piece(c, line / g->down * g->rows + row, j, pyops_min(CHUNK, right - j));
 }
 
 pyops_status pyops_scaled_quantize(float *y, uint16_t *codes, float *scales, const float *x, const float *factor,
@@ -108,43 +149,39 @@ pyops_status pyops_scaled_quantize(float *y, uint16_t *codes, float *scales, con
     if (status) return status;
     const int64_t all = outer * rows * columns;
     if (all == 0) return PYOPS_OK;
-    const pyops_kernels *k = pyops_active();
     const grid g = make_grid(rows, columns, block_rows, block_columns);
-    const number_format f = number_formats[format];
-    const pyops_rounding_of how = {.format = format, .rounding = rounding, .saturate = 1};
-    const float scaling = factor ? factor[0] : 1.0f;
-    const int64_t blocks = g.down * g.across, matrix = rows * columns;
-    const int is_one = outer * blocks == 1, is_stochastic = rounding == PYOPS_ROUND_STOCHASTIC;
-
-    #pragma omp parallel for schedule(static) if (!is_one && all > PYOPS_SHARE_FLOATS)
-    for (int64_t task = 0; task < outer * g.down; task++) {
-        const int64_t b = task % g.down;
-        const float *of = x + task / g.down * matrix;
-        float *to = scales + task * g.across;
-        if (block_columns == 1) column_scales(&g, to, of, b, scaling, f, rule, shift, flush);
-        else
-            for (int64_t c = 0; c < g.across; c++)
-                to[c] = scale_of(&g, of, b, c, is_one ? amax_of_all(&g, of) : amax_of(&g, of, b, c), scaling, f, rule, shift,
-                                 flush);
+    const call c = {
+        .k = pyops_active(),
+        .g = g,
+        .f = number_formats[format],
+        .how = {.format = format, .rounding = rounding, .saturate = 1, .rule = rule, .shift = shift, .flush = flush},
+        .y = y,
+        .scales = scales,
+        .codes = codes,
+        .x = x,
+        .scaling = factor ? factor[0] : 1.0f,
+        .step = rounding == PYOPS_ROUND_STOCHASTIC ? step : NULL,
+        .key = key,
+        .is_one = outer * g.down * g.across == 1,
+    };
+    const int64_t lines = outer * g.down, together = block_columns < CHUNK ? CHUNK / block_columns : 1;
+    if (block_rows <= BAND && !c.is_one) {
+        const int64_t strips = (g.across + together - 1) / together;
+        #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
+        for (int64_t task = 0; task < lines * strips; task++) {
+            const int64_t first = task % strips * together;
+            quantize_blocks(&c, task / strips, first, pyops_min(first + together, g.across));
+        }
+        return PYOPS_OK;
     }
+    #pragma omp parallel for schedule(static) if (!c.is_one && all > PYOPS_SHARE_FLOATS)
+    for (int64_t line = 0; line < lines; line++) find_scales(&c, line, 0, g.across);
 
     const int64_t pieces = (columns + CHUNK - 1) / CHUNK;
     #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
     for (int64_t task = 0; task < outer * rows * pieces; task++) {
-        const int64_t row = task / pieces, j = task % pieces * CHUNK, n = pyops_min(CHUNK, columns - j), at = row * columns + j;
-        const float *to_scales = scales + (row / rows * g.down + row % rows / block_rows) * g.across;
-        float scale[CHUNK];
-        uint32_t words[CHUNK];
-        for (int64_t i = 0, c = j / block_columns, left = block_columns - j % block_columns; i < n; c++, left = block_columns) {
-            const float s = factor ? to_scales[c] / scaling : to_scales[c];
-            for (const int64_t end = pyops_min(i + left, n); i < end; i++) scale[i] = s;
-        }
-        if (is_stochastic) k->random_words(words, at, n, (uint64_t)step[0], key);
-        if (codes)
-            for (int64_t i = 0; i < n; i++)
-                codes[at + i] = (uint16_t)code_of(round_scaled(x[at + i], scale[i], is_stochastic ? words[i] : 0, f, rounding),
-                                                  f);
-        if (y) k->round_scaled(y + at, x + at, scale, is_stochastic ? words : NULL, n, &how);
+        const int64_t j = task % pieces * CHUNK;
+        round_piece(&c, task / pieces, j, pyops_min(CHUNK, columns - j));
     }
     return PYOPS_OK;
 }

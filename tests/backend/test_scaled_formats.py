@@ -130,6 +130,16 @@ def test_rounding_by_the_definition(fmt):
         assert codes.format.bits <= 8 and np.asarray(get(codes.codes)).max() < 2 ** codes.format.bits
 
 
+@pytest.mark.parametrize('fmt', ['nvfp4', 'nvfp4:scale=mse', 'fp8', 'fp8:block=100', 'fp8:block=1500', 'int8:block=column',
+                                 'int8:block=row', 'mxfp8:block=32x32', 'mxfp6:block=48x48', 'mxint8'])
+@pytest.mark.parametrize('shape', [(70, 2500), (300, 1100)])        # several strips; blocks of more rows than a band, too
+def test_wide_and_tall_matrices(shape, fmt):
+    x, f = matrix(*shape), parse(fmt)
+    for axis in (-1, 0) if f.depends_on_axis else (-1,):
+        want = by_definition(x, f, blocks_of(shape, f, axis))
+        assert same(np.asarray(get(fake_quantize(put(x), fmt, axis))), want), axis
+
+
 def test_scales_are_those_of_the_hardware():
     x = matrix(32, 64, special=False)
     codes = encode(put(x), 'nvfp4')
