@@ -147,13 +147,13 @@ def _hidden(cut):
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------------
 
-def run(args, ranks, parts, overlaps=True, network=MEMORY, threads=1):
-    """Return the object that child() prints for so many ranks."""
+def run(args, ranks, parts, overlaps=True, network=MEMORY, threads=1, more=()):
+    """Return the object that child() prints for so many ranks;  more: further flags of the program."""
     mpirun = shutil.which('mpirun', path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get('PATH', '')]))
     if mpirun is None:
         raise UserError("mpirun is not installed; install it with: pip install '.[dist]'")
     with tempfile.TemporaryDirectory() as folder:
-        flags = ['--parts', str(parts), '-b', str(args.batch_size), '-e', '1000']
+        flags = ['--parts', str(parts), '-b', str(args.batch_size), '-e', '1000', *more]
         flags += [] if args.program == 'mnist' else ['-c', folder]
         process = subprocess.run(
             [*network.launcher, mpirun, '-n', str(ranks), '--oversubscribe', '--bind-to', 'none', *network.rank, sys.executable,
@@ -219,11 +219,12 @@ def overlap(args):
 
 def threads(args):
     n, seconds = args.ranks, collections.defaultdict(list)
-    cases = [(f'1 rank of {n} threads, 1 part', 1, 1, n), (f'1 rank of {n} threads, {n} parts', 1, n, n),
-             (f'{n} ranks of 1 thread, {n} parts', n, n, 1)]
+    cases = [(f'1 rank of {n} threads, 1 part', 1, 1, n, ()), (f'1 rank of {n} threads, {n} parts', 1, n, n, ()),
+             (f'{n} ranks of 1 thread, {n} parts', n, n, 1, ()),
+             ('the same, --shard-optimizer', n, n, 1, ['--shard-optimizer'])]
     for _ in range(args.turns):
-        for name, ranks, parts, count in cases:
-            seconds[name].append(run(args, ranks, parts, threads=count)['step'])
+        for name, ranks, parts, count, more in cases:
+            seconds[name].append(run(args, ranks, parts, threads=count, more=more)['step'])
     first = statistics.median(seconds[cases[0][0]])
     for name, values in seconds.items():
         middle = statistics.median(values)
