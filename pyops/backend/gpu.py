@@ -17,9 +17,6 @@ from pyops.backend.device import DLPACK_CUDA, DTYPES, ERRORS, Buffer, not_compac
 from pyops.backend.operations import FLOAT, KernelOperations
 from pyops.errors import UserError
 
-ATTENTION = 'by size', 'mma', 'wgmma'           # in the order of pyops_set_attention
-EXCHANGE = 'by device', 'global memory'         # in the order of pyops_set_exchange
-MULTICAST = 'by size', 'never', 'always'        # in the order of pyops_set_multicast
 BF16_MARK = -1 << 63        # bit 63 of the address of a bfloat16 array, see `real` in pyops.h, as a signed integer
 
 
@@ -126,6 +123,25 @@ def _new_stream():
     return stream.value
 
 
+class Choice:
+    """An attribute of a GPU: one of several names, in the order of pyops_set_ATTRIBUTE; the first until it is set."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def __set_name__(self, owner, attribute):
+        self.attribute = attribute
+
+    def __get__(self, gpu, owner=None):
+        return self if gpu is None else gpu.choices.get(self.attribute, self.names[0])
+
+    def __set__(self, gpu, name):
+        if name not in self.names:
+            raise ValueError(f'{self.attribute}: expected {", ".join(self.names)}, got {name!r}')
+        _call(f'pyops_set_{self.attribute}', self.names.index(name))
+        gpu.choices[self.attribute] = name
+
+
 class GPU(KernelOperations):
     """A GPU, with the kernels of cuda/ for all operations.  array_type: NDArray, defined in a higher layer."""
     name = 'gpu'
@@ -136,60 +152,15 @@ class GPU(KernelOperations):
         number, self.model = open_device()
         self.dlpack_device = DLPACK_CUDA, number
         self._array_type, self._pool = array_type, Pool()
-        self.stream, self._precision = _new_stream(), 'fp32'
-        self._attention, self._exchange, self._multicast = ATTENTION[0], EXCHANGE[0], MULTICAST[0]
+        self.stream = _new_stream()
+        self.choices = {}                       # names by attribute, of each Choice that was set
         state.gpu = self
 
-    @property
-    def precision(self):
-        """The precision of the operands of matrix products: 'fp32', 'tf32' or 'bf16'; sums and parameters are float32."""
-        return self._precision
-
-    @precision.setter
-    def precision(self, name):
-        if name not in PRECISIONS:
-            raise ValueError(f'precision: expected {", ".join(PRECISIONS)}, got {name!r}')
-        _call('pyops_set_precision', PRECISIONS.index(name))
-        self._precision = name
-
-    @property
-    def attention(self):
-        """The kernels of attention in bf16: 'by size', 'mma', or 'wgmma' wherever it supports the call.  For comparisons: a
-        captured graph keeps its kernels."""
-        return self._attention
-
-    @attention.setter
-    def attention(self, name):
-        if name not in ATTENTION:
-            raise ValueError(f'attention: expected {", ".join(ATTENTION)}, got {name!r}')
-        _call('pyops_set_attention', ATTENTION.index(name))
-        self._attention = name
-
-    @property
-    def exchange(self):
-        """How the blocks of a GRU exchange the results of a step: 'by device', or through 'global memory' always.  The bits are
-        the same.  For comparisons: a captured graph keeps its kernels."""
-        return self._exchange
-
-    @exchange.setter
-    def exchange(self, name):
-        if name not in EXCHANGE:
-            raise ValueError(f'exchange: expected {", ".join(EXCHANGE)}, got {name!r}')
-        _call('pyops_set_exchange', EXCHANGE.index(name))
-        self._exchange = name
-
-    @property
-    def multicast(self):
-        """Whether two blocks of a product by wgmma share loads by multicast: 'by size', 'never' or 'always'.  The bits are the
-        same.  For comparisons: a captured graph keeps its kernels."""
-        return self._multicast
-
-    @multicast.setter
-    def multicast(self, name):
-        if name not in MULTICAST:
-            raise ValueError(f'multicast: expected {", ".join(MULTICAST)}, got {name!r}')
-        _call('pyops_set_multicast', MULTICAST.index(name))
-        self._multicast = name
+    precision = Choice(*PRECISIONS)                     # of the operands of matrix products; sums and parameters are float32
+    # for comparisons: a captured graph keeps its kernels
+    attention = Choice('by size', 'mma', 'wgmma')       # the kernels in bf16; 'wgmma': wherever it supports the call
+    exchange = Choice('by device', 'global memory')     # of the results of a step, by the blocks of a GRU; the same bits
+    multicast = Choice('by size', 'never', 'always')    # whether two blocks of a product by wgmma share loads; the same bits
 
     @property
     def storage(self):
