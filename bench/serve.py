@@ -45,7 +45,7 @@ def parse(argv):
 
 
 class Server:
-    """A server in its own process.   port: where it listens"""
+    """A server in its own process.   port: its TCP port"""
 
     def __init__(self, args):
         command = [sys.executable, '-m', 'pyops', 'serve', args.checkpoint, '--port', '0', '--quiet']

@@ -133,7 +133,7 @@ def main(argv=None):
             print(f'{names[name]:20}' + ''.join(f'{loss:8.4f}' for loss in losses[name][::10]))
     wrong = differences(args, losses)
     for name, difference in wrong.items():
-        print(f'{PROGRAM}: {NAMES.get(name, name)}: its mean loss differs from that of {NAMES.get(ours, ours)} by '
+        print(f'{PROGRAM}: {NAMES.get(name, name)}: its mean loss differs from the loss of {NAMES.get(ours, ours)} by '
               f'{difference:.2%}', file=sys.stderr)
     if wrong:
         return 1

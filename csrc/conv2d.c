@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) void every(float *restrict to, cons
 
 enum { SPLIT = 4 };                     /* the largest stride of split_plane */
 
-/* All phases (H,W) of a plane of x; each of its rows is read once.  plane_at: where they are stored.  The step between columns
+/* All phases (H,W) of a plane of x; each of its rows is read once.  plane_at: their places.  The step between columns
  * is a constant, so that the compiler can use vectors. */
 static inline __attribute__((always_inline)) void split_plane(float *phases, const float *restrict x,
                                                               int64_t plane_at[SPLIT][SPLIT], int64_t H, int64_t W,

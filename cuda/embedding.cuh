@@ -67,7 +67,7 @@ struct Nothing {
     __device__ void operator()(int64_t) const {}
 };
 
-// ids has R positions, the first of which is position `first` of the call.  A block for each of the 2^bits classes.
+// ids has R positions; the first is position `first` of the call.  A block for each of the 2^bits classes.
 template <class Also>
 static __global__ void __launch_bounds__(GROUP_THREADS)
     group(const Groups groups, const int32_t *ids, Who who, FaultRecord *faults, int64_t first, int R, int64_t V, int bits,
@@ -185,7 +185,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (inside) *to = sum;
 }
 
-// Launch `add` for one chunk, dy and ids of which begin at its first position.
+// Launch `add` for one chunk; dy and ids begin at its first position.
 template <class F> static cudaError_t launch_add(float *dweight, int32_t *touched, const Groups &groups, const F &dy,
                                                  const int32_t *ids, int64_t rows, int64_t E, cudaStream_t stream) {
     const int64_t slices = blocks_for<int64_t>(E, 32), blocks = blocks_for<int64_t>(rows * slices * 32, THREADS);

@@ -316,7 +316,7 @@ DEVICE void start(const Partition &p, const Assignment &own, float *rows, bool e
 DEVICE float *rows_in_cluster(float *rows, const Partition &p, int64_t stage, int chunk) {
     return rows + ((stage & 1) * (p.held / 2) + chunk * p.chunk * ROWS) * p.stride;
 }
-// Store a result of this thread for all blocks of the team, each of which starts with another one.
+// Store a result of this thread for all blocks of the team; each starts with another block.
 DEVICE void share(const Partition &p, const Assignment &own, float *rows, int row, int part, float value) {
     float *const to = rows + row * p.stride + part * p.padded + own.unit;
     for (int i = 0; i < p.team; i++) store_shared(to, (blockIdx.x + i) % p.team, value);

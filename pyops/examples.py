@@ -12,7 +12,7 @@ COMMANDS = {
     'translate': [('transformer -c ckpt "Go now."', 'one sentence'),
                   ('transformer -c ckpt < in.txt > out.txt', 'a line for each line')],
     'evaluate': [('transformer -c ckpt', 'BLEU and chrF on the test sentences'), ('seq2seq -c ckpt --json', '')],
-    'data list': [('', 'data sets, licences, and where they are found')],
+    'data list': [('', 'data sets, their licences and folders')],
     'data get': [('mnist', ''), ('fra-eng', 'the sentence pairs of the translators')],
     'data pack': [('pairs.txt packed --tokenizer bpe', 'files that training maps into memory')],
     'distributed doctor': [('', 'with mpirun -n 2 in front: of two ranks')],

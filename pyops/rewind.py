@@ -112,7 +112,7 @@ def bits(value: np.float32) -> str:
 
 
 def proof(timeline: Timeline, again: Timeline, start: int, end: int) -> tuple[str, bool]:
-    """Compare the losses of the steps start, ..., end - 1 with those of the repetition.  Return text and whether all bits are
+    """Compare the losses of the steps start, ..., end - 1 with the repeated losses.  Return text and whether all bits are
     equal."""
     one, other = timeline.values[start:end], again.values[start:end]
     recorded = one.any(1)

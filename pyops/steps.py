@@ -243,7 +243,7 @@ class Cut:
         return dict(share=self.share, part_loss=self.loss, batch_weight=self.weight, mask=self.mask)
 
     def split(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the parts of a batch, some of which may be empty, and set their shares.   rows: on the host"""
+        """Return the parts of a batch, perhaps empty ones, and set their shares.   rows: on the host"""
         weights = np.ones(len(rows), np.int64) if self._weights is None else self._weights(rows)
         ends = np.concatenate([[0], np.cumsum(weights)])
         total = int(ends[-1])

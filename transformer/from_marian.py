@@ -25,7 +25,7 @@ SUFFIX = '.safetensors'
 ACTIVATIONS = {'swish': 'silu', 'silu': 'silu', 'relu': 'relu', 'gelu': 'gelu'}
 MASKED = -1e9           # the logit of a token that is never predicted
 
-# Settings that this model requires: {name: (value, the value where it is absent)}.
+# Settings that this model requires: {name: (value, the value if absent)}.
 OF_HUB = {'scale_embedding': (True, False), 'tie_word_embeddings': (True, True),
           'share_encoder_decoder_embeddings': (True, True), 'normalize_before': (False, False),
           'normalize_embedding': (False, False), 'add_final_layer_norm': (False, False),

@@ -295,7 +295,7 @@ class KernelCall:
         return True
 
 
-_CONSTANT = frozenset((bool, int, float, str, tuple, type(None)))       # types of settings of which a call is kept
+_CONSTANT = frozenset((bool, int, float, str, tuple, type(None)))       # types of settings that a kept call may have
 
 
 def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:

@@ -202,7 +202,7 @@ def _whole(data: np.ndarray, storage: Storage) -> np.ndarray:
 # ---- pickles -----------------------------------------------------------------------------------------------------------
 
 class _Limited:
-    """A file of which at most PICKLE_LIMIT bytes can be read, so that no length in a pickle decides about memory."""
+    """A file that reads at most PICKLE_LIMIT bytes, so that no length in a pickle decides about memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._left = file, PICKLE_LIMIT

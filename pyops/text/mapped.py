@@ -5,7 +5,7 @@ A folder has four arrays for each part, 'train' and perhaps 'validation', and a 
     train.source.ids.npy, train.source.starts.npy, train.labels.ids.npy, train.labels.starts.npy      as in pairs.Ragged
     pairs.json      the tokenizers, the settings they were made with, the number of pairs and a hash of each part
 
-The kernel that gathers a batch reads its sentences where they are mapped.  All processes of a host share the pages.
+The kernel that gathers a batch reads its sentences from the mapped file.  All processes of a host share the pages.
 """
 from __future__ import annotations
 

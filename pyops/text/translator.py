@@ -60,7 +60,7 @@ class Translation(NamedTuple):
     alignment: np.ndarray | None = None
 
     def too_long(self, text: str) -> str:
-        """Return the end of a warning about the translated text, of which `cut` tokens were not read."""
+        """Return the end of a warning about a translated text: `cut` of its tokens were not read."""
         read, start = len(self.source), text if len(text) <= _SHOWN else text[:_SHOWN] + '...'
         return f'too long, only the first {read} of {read + self.cut} tokens, end mark included, are read: {start!r}'
 

@@ -189,7 +189,7 @@ def test_other_losses_after_the_timed_turns_fail_the_contest_and_are_not_saved(f
     monkeypatch.setattr(train, 'contest', lambda *_: ('data', figures, LOSSES))
     monkeypatch.setattr(results, 'save', lambda *_: pytest.fail('saved'))
     assert train.main([*flags, '--save']) == 1
-    lines = [f'bench.train: {NAMES[name]}: its mean loss differs from that of pyops by {percent}%'
+    lines = [f'bench.train: {NAMES[name]}: its mean loss differs from the loss of pyops by {percent}%'
              for name, percent in wrong.items()]
     assert capsys.readouterr().err.splitlines() == lines
 
