@@ -306,24 +306,23 @@ def mnist(run):
     """Check and time the training steps on random digits, as many in a graph as in training, and time a whole training."""
     from bench.torch_mnist import TorchMLP
     from bench.torch_step import copy_weights, make_step
-    from mnist.train import AT_ONCE, prepare
+    from mnist.train import AT_ONCE, AT_ONCE_ON_GPU, prepare
     from pyops import backend
-    from pyops.data.batches import batches, split
+    from pyops.data.batches import batches
     from pyops.steps import Steps
     gpu, torch, sizes = run.gpu, run.torch, run.sizes
     n, epochs, rng = sizes.mnist['images'], sizes.mnist['epochs'], np.random.default_rng(0)
     images = (rng.integers(0, 256, (n, 784)) * (rng.random((n, 784)) < 0.2)).astype(np.uint8)
     labels = rng.integers(0, 10, n).astype(np.int32)
-    at_once = math.gcd(AT_ONCE, n // 100)               # steps per graph
+    checked, at_once = (math.gcd(steps, n // 100) for steps in (AT_ONCE, AT_ONCE_ON_GPU))       # steps per graph
     figure = run.figure(f'mnist, {at_once} steps of 100 images')
     if figure is None:
         return
 
     def trained():
         model, optimizer, step, inputs = prepare(images, labels)
-        steps = Steps(lambda rows: [step(batch) for batch in split(rows, 100)], model.params, **inputs,
-                           **optimizer.arrays())
-        return Trained(model, optimizer, steps, list(batches(n, 100, 0, 0, at_once=at_once)))
+        steps = Steps(lambda rows: [losses for losses, _ in step.each(rows, 100)], model.params, **inputs, **optimizer.arrays())
+        return Trained(model, optimizer, steps, list(batches(n, 100, 0, 0, at_once=checked)))
     with backend.on(backend.HOST):
         reference = trained().first(2)
     here = trained()

@@ -326,8 +326,15 @@ static inline pyops_status check_decay_weights(int64_t n, float weight_decay) {
     return check_weight_decay("decay_weights", weight_decay);
 }
 
-static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, int64_t b2, float max_norm, float beta1,
-                                          float beta2, float weight_decay) {
+static inline pyops_status check_log_step(int64_t steps, int64_t capacity) {
+    PYOPS_REQUIRE(steps >= 1 && steps <= capacity, "log_step: steps=%lld capacity=%lld, expected 1 <= steps <= capacity",
+                  LL(steps), LL(capacity));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_mlp_step(int64_t K, int64_t w1, int64_t b1, int64_t w2, int64_t b2, float max_norm,
+                                          float beta1, float beta2, float weight_decay) {
+    PYOPS_REQUIRE(K >= 1, "mlp_step: K=%lld, expected at least 1", LL(K));
     PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0,
                   "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, expected offsets of at least 0", LL(w1), LL(b1), LL(w2), LL(b2));
     return check_adam("mlp_step", 0, max_norm, beta1, beta2, weight_decay);

@@ -37,11 +37,10 @@ int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C) { r
         if (tried) return tried; \
     } while (0)
 
-/* All arguments are checked before anything is written. */
-static pyops_status check(const char *who, const int64_t *rows, const int32_t *labels, int64_t N, int64_t B, int64_t I,
-                          int64_t H, int64_t C, float scale) {
-    TRY(check_mlp(who, N, B, I, H, C, scale));
-    for (int64_t b = 0; b < B; b++) {
+/* Check rows[first], ..., rows[end - 1] and their labels. */
+static pyops_status check_labels(const char *who, const int64_t *rows, const int32_t *labels, int64_t N, int64_t first,
+                                 int64_t end, int64_t C) {
+    for (int64_t b = first; b < end; b++) {
         const int64_t row = rows[b];
         PYOPS_REQUIRE(row >= 0 && row < N, "%s: rows[%lld]=%lld, expected 0 to %lld", who, LL(b), LL(row), LL(N - 1));
         PYOPS_REQUIRE(labels[row] >= 0 && labels[row] < C, "%s: labels[%lld]=%d, expected 0 to %lld", who, LL(row), labels[row],
@@ -54,7 +53,8 @@ pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2
                                  const int64_t *rows, const int32_t *labels, const float *w1, const float *b1, const float *w2,
                                  const float *b2, float *work, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
                                  float scale, void *stream) {
-    TRY(check("mlp_gradients", rows, labels, N, B, I, H, C, scale));
+    TRY(check_mlp("mlp_gradients", N, B, I, H, C, scale));
+    TRY(check_labels("mlp_gradients", rows, labels, N, 0, B, C));
     const layout l = make_layout(B, I, H, C);
     int32_t *const batch_labels = (int32_t *)(work + l.labels), *const ink = (int32_t *)(work + l.ink);
     uint16_t *const places = (uint16_t *)(work + l.places);
@@ -84,25 +84,29 @@ int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C) {
     return pyops_mlp_gradients_work(B, I, H, C) + 4 + pyops_grad_norm_work(largest > 4 ? largest : 4);
 }
 
-pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
-                            const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr, float *work,
-                            int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, int64_t w1, int64_t b1, int64_t w2,
-                            int64_t b2, float scale, float max_norm, float beta1, float beta2, float eps, float weight_decay,
-                            void *stream) {
-    TRY(check("mlp_step", rows, labels, N, B, I, H, C, scale));
-    TRY(check_mlp_step(w1, b1, w2, b2, max_norm, beta1, beta2, weight_decay));
+pyops_status pyops_mlp_step(float *loss, float *norm, float *norms, int64_t *step, float *param, float *grad, float *m,
+                            float *v, const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr,
+                            float *work, int64_t N, int64_t K, int64_t B, int64_t I, int64_t H, int64_t C, int64_t w1,
+                            int64_t b1, int64_t w2, int64_t b2, float scale, float max_norm, float beta1, float beta2,
+                            float eps, float weight_decay, void *stream) {
+    TRY(check_mlp("mlp_step", N, B, I, H, C, scale));
+    TRY(check_mlp_step(K, w1, b1, w2, b2, max_norm, beta1, beta2, weight_decay));
     PYOPS_REQUIRE(step[0] >= 0, "mlp_step: step=%lld, expected at least 1", LL(step[0] + 1));
     const int64_t at[4] = {w1, b1, w2, b2}, size[4] = {I * H, H, C * H, C};
-    float *const norms = work + pyops_mlp_gradients_work(B, I, H, C), *const rest = norms + 4;
-    TRY(pyops_mlp_gradients(loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels, param + w1, param + b1,
-                            param + w2, param + b2, work, N, B, I, H, C, scale, stream));
-    if (norm) {                                         /* the norm of the four norms */
-        for (int i = 0; i < 4; i++) TRY(pyops_grad_norm(norms + i, grad + at[i], NULL, rest, size[i], stream));
-        TRY(pyops_grad_norm(norm, norms, NULL, rest, 4, stream));
+    float *const parts = work + pyops_mlp_gradients_work(B, I, H, C), *const rest = parts + 4;
+    for (int64_t k = 0; k < K; k++) {
+        TRY(check_labels("mlp_step", rows, labels, N, k * B, (k + 1) * B, C));
+        TRY(pyops_mlp_gradients(loss + k, grad + w1, grad + b1, grad + w2, grad + b2, table, rows + k * B, labels, param + w1,
+                                param + b1, param + w2, param + b2, work, N, B, I, H, C, scale, stream));
+        if (norm) {                                     /* the norm of the four norms */
+            for (int i = 0; i < 4; i++) TRY(pyops_grad_norm(parts + i, grad + at[i], NULL, rest, size[i], stream));
+            TRY(pyops_grad_norm(norm, parts, NULL, rest, 4, stream));
+            if (norms) norms[k] = norm[0];
+        }
+        TRY(pyops_increment(step, stream));
+        for (int i = 0; i < 4; i++)
+            TRY(pyops_adam(param + at[i], m + at[i], v + at[i], grad + at[i], NULL, norm, step, lr, size[i], max_norm, beta1,
+                           beta2, eps, weight_decay, stream));
     }
-    TRY(pyops_increment(step, stream));
-    for (int i = 0; i < 4; i++)
-        TRY(pyops_adam(param + at[i], m + at[i], v + at[i], grad + at[i], NULL, norm, step, lr, size[i], max_norm, beta1, beta2,
-                       eps, weight_decay, stream));
     return PYOPS_OK;
 }

@@ -868,24 +868,26 @@ PYOPS_API pyops_status pyops_mlp_gradients(
     float *work,
     int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream);
 PYOPS_API int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C);
-/* A training step of that network: mlp_gradients, grad_norm of the four gradients, increment of step, adam.
+/* K >= 1 training steps of that network, each with its own batch: mlp_gradients, grad_norm of the four gradients, increment of
+ * step, adam.
+ * rows (K,B)   loss (K): of each step   norm (1): of the last step   norms (K) or NULL: of each step
  * param, grad, m and v are flat buffers; w1, b1, w2 and b2 are the offsets of the parameters in them, in floats; floats between
- * the four are unchanged.   grad is overwritten;  step[0] += 1;  param, m and v are updated as by adam, with its clipping.
- * norm NULL: the norm is not computed and nothing is clipped.
- * If a row or label does not exist, or step[0] < 0, then param, m, v and step are unchanged.  On a GPU the host gets the error
- * later; until then the calls that follow do not change them either.
+ * the four are unchanged.   grad is overwritten;  step[0] += K;  param, m and v are updated as by adam, with its clipping.
+ * norm NULL: the norm is not computed, norms is not written, and nothing is clipped.
+ * If a row or label of a step does not exist, or step[0] < 0, then this step and those after it leave param, m, v and step
+ * unchanged.  On a GPU the host gets the error later; until then the calls that follow do not change them either.
  */
 PYOPS_API pyops_status pyops_mlp_step(
-    float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
+    float *loss, float *norm, float *norms, int64_t *step, float *param, float *grad, float *m, float *v,
     const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr,
     float *work,
-    int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, int64_t w1, int64_t b1, int64_t w2, int64_t b2,
+    int64_t N, int64_t K, int64_t B, int64_t I, int64_t H, int64_t C, int64_t w1, int64_t b1, int64_t w2, int64_t b2,
     float scale, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream);
 PYOPS_API int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C);
 
 /* ---- logging and learning rate of a training run, without synchronising with the device ------------------------
- * log_step             log[written[0] mod capacity, :] = loss[0], valid[0] (0 if NULL), norm[0] (0 if NULL);
- *                      written[0] += 1.   log (capacity,3)   written (1) int64
+ * log_step             for each k < steps:  log[(written[0] + k) mod capacity, :] = loss[k], valid[k] (0 if NULL), norm[k] (0 if
+ *                      NULL);   then written[0] += steps.   log (capacity,3)   written (1) int64   steps from 1 to capacity
  * inverse_square_root  lr[0] = base * min(t / warmup, sqrt(warmup / t)),  t = step[0] + 1: the rate of the next step;
  *                      computed in double; warmup 0: base.   lr (1)   step (1) int64   Vaswani et al. 2017, section 5.3
  * decaying_rate        with s = step[0], the steps done:  lr[0] = base * (s + 1) / warmup while s < warmup;  base while s < hold;
@@ -894,7 +896,8 @@ PYOPS_API int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C
  */
 typedef enum { PYOPS_DECAY_COSINE = 0, PYOPS_DECAY_LINEAR } pyops_decay;
 PYOPS_API pyops_status pyops_log_step(
-    float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm, int64_t capacity, void *stream);
+    float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm, int64_t steps, int64_t capacity,
+    void *stream);
 PYOPS_API pyops_status pyops_inverse_square_root(
     float *lr, const int64_t *step, int64_t warmup, float base, void *stream);
 PYOPS_API pyops_status pyops_decaying_rate(

@@ -201,13 +201,16 @@ pyops_status pyops_add_positions_backward(float *dx, const float *dy, int64_t n,
 }
 
 pyops_status pyops_log_step(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
-                            int64_t capacity, void *stream) {
+                            int64_t steps, int64_t capacity, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, expected at least 1", LL(capacity));
-    float *entry = log + written[0] % capacity * 3;
-    entry[0] = loss[0];
-    entry[1] = valid ? (float)valid[0] : 0.0f;
-    entry[2] = norm ? norm[0] : 0.0f;
-    written[0]++;
+    const pyops_status status = check_log_step(steps, capacity);
+    if (status) return status;
+    for (int64_t k = 0; k < steps; k++) {
+        float *entry = log + (written[0] + k) % capacity * 3;
+        entry[0] = loss[k];
+        entry[1] = valid ? (float)valid[k] : 0.0f;
+        entry[2] = norm ? norm[k] : 0.0f;
+    }
+    written[0] += steps;
     return PYOPS_OK;
 }

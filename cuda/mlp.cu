@@ -28,7 +28,8 @@
 //     rows of gradients  -> a sum of squares of each --- through work -- [grid] -->  norm -> factor -> Adam on the same rows
 //
 // Every block adds all sums of squares, in the same order.  Without clipping, neither the norm nor the second [grid] is
-// needed.
+// needed.  Further steps follow in the same launch, after another [grid]: all blocks have updated their weights.  The weights
+// of a warp and their moments stay in its registers.
 //
 // Alternatives to one launch with a barrier across the grid:
 // - Two launches.  The barrier costs two round trips to L2, an atomic addition and a load that sees the sum.  A second kernel
@@ -58,7 +59,7 @@ struct Network {
     const int32_t *labels;
     const float *w1, *b1, *w2, *b2;
     float *da, *r, *dlogits, *losses;           // in work: (B,width), (B,width), (C,B), (B)
-    int64_t N, B;
+    int64_t N, K, B;                            // K: number of steps
     int I, H, C, width;                         // width: of a row of da and r
     int most;                                   // maximum number of these rows in a tile
     int pixel_units, units;                   // unit: the gradients of eight pixels or CLASSES classes, computed by one block
@@ -69,7 +70,7 @@ struct Network {
 
 // Additional data of the training step.
 struct Update {
-    float *norm;                                // NULL: no clipping
+    float *norm, *norms;                        // norm NULL: no clipping;  norms (K): or NULL
     int64_t *step;
     float *param, *m, *v;
     const float *grad, *lr;                     // grad: start of the buffer that contains dw1, db1, dw2 and db2
@@ -110,9 +111,10 @@ DEVICE void softmax(const Network &net, Shared &s, int64_t b, int label) {
     if (lane == 0) net.losses[b] = logf(sum) + (top - s.logits[label]);
 }
 
-DEVICE void one_image(const Network &net, Shared &s, const float *w2, int64_t b) {
+// rows: of the step k
+DEVICE void one_image(const Network &net, Shared &s, const float *w2, const int64_t *rows, int64_t k, int64_t b) {
     const int thread = threadIdx.x, warp = warp_id(), lane = lane_id();
-    const int64_t row = net.rows[b];
+    const int64_t row = rows[b];
     const uint8_t *image = image_of(net.table, row, net.N, net.I);
     int label = image ? net.labels[row] : 0;
 
@@ -121,7 +123,7 @@ DEVICE void one_image(const Network &net, Shared &s, const float *w2, int64_t b)
         const int n = list_ink(s.terms[warp], nullptr, image, from, net.I, net.scale);
         add_terms(s.sums[warp], s.terms[warp], n, net.w1, net.H, net.H);
     }
-    if (thread == 0 && !image) report(net.faults, Fault::row, net.who, b, row, net.N - 1);
+    if (thread == 0 && !image) report(net.faults, Fault::row, net.who, k * net.B + b, row, net.N - 1);
     if (label < 0 || label >= net.C) {
         if (thread == 0) report(net.faults, Fault::label, net.who, row, label, net.C - 1);
         label = 0;
@@ -165,8 +167,8 @@ DEVICE int class_of(const Network &net, int unit) {                             
 
 // Of the images from, ..., from + count - 1 each thread has one: its row index, or -1 for none; and its eight pixels of a
 // unit.
-DEVICE int64_t own_row(const Network &net, int64_t from, int count) {
-    return static_cast<int>(threadIdx.x) < count ? net.rows[from + threadIdx.x] : -1;
+DEVICE int64_t own_row(const int64_t *rows, int64_t from, int count) {
+    return static_cast<int>(threadIdx.x) < count ? rows[from + threadIdx.x] : -1;
 }
 DEVICE uint64_t pixels_of(const Network &net, int unit, int64_t row) {
     return pixels_at(image_of(net.table, row, net.N, net.I), WARPS * unit, net.I);
@@ -208,12 +210,12 @@ DEVICE void write_row(const Row &row, const float *sums) {
     for (int o = lane_id(); o < row.size; o += 32) *row.at(o) = sums[o];
 }
 
-DEVICE void mean_loss(const Network &net) {
+DEVICE void mean_loss(const Network &net, int64_t k) {
     double sum = 0.0;
 #pragma unroll 4
     for (int64_t b = lane_id(); b < net.B; b += 32) sum += net.losses[b];
     sum = warp_sum(sum);
-    if (lane_id() == 0) net.loss[0] = static_cast<float>(sum / static_cast<double>(net.B));
+    if (lane_id() == 0) net.loss[k] = static_cast<float>(sum / static_cast<double>(net.B));
 }
 
 // ---- the step: Adam on the rows whose gradients the warp has computed -------------------------------------------
@@ -238,14 +240,13 @@ DEVICE void fetch(Elements &mine, const Update &update, const Row &row) {
     });
 }
 
-DEVICE void move(const Elements &mine, const Update &update, const AdamRule &rule, const Row &row) {
+DEVICE void move(Elements &mine, const Update &update, const AdamRule &rule, const Row &row) {
     for_elements(row, [&](int k, int o) {
         const int64_t at = row.at(o) - update.grad;
-        float param = mine.param[k], m = mine.m[k], v = mine.v[k];
-        rule(param, m, v, mine.grad[k]);
-        update.param[at] = param;
-        update.m[at] = m;
-        update.v[at] = v;
+        rule(mine.param[k], mine.m[k], mine.v[k], mine.grad[k]);
+        update.param[at] = mine.param[k];
+        update.m[at] = mine.m[k];
+        update.v[at] = mine.v[k];
     });
 }
 
@@ -275,18 +276,19 @@ DEVICE float norm_of(const Network &net, Shared &s, const double *squares) {
     return static_cast<float>(sqrt(block_sum(sum, s.of_warps)));
 }
 
-// One block per multiprocessor: it may use all registers, so that many loads are in flight.
-template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) network(const Network net, const Update update) {
-    SHARED(Shared, s, );
+// Step k.  mine: of the block's first unit, with UPDATES.   Return false if a row or a label does not exist, in all blocks.
+template <bool UPDATES>
+DEVICE bool one_step(const Network &net, const Update &update, Shared &s, Elements &mine, int64_t k) {
+    const int64_t *const rows = net.rows + k * net.B;
     const int thread = threadIdx.x, warp = warp_id(), first = blockIdx.x;
     const bool leads = UPDATES && thread == 0 && blockIdx.x == gridDim.x - 1;     // the last block has the fewest images
     const int first_count = static_cast<int>(min(net.B, int64_t(net.most)));
 
     // these loads start first, because the longest chain of loads depends on them
-    const int64_t row = own_row(net, 0, first_count);
+    const int64_t row = own_row(rows, 0, first_count);
+    if (k > 0) grid_sync();                     // all blocks have updated their weights
     const float b1 = thread < net.H ? net.b1[thread] : 0.0f, b2 = thread < net.C ? net.b2[thread] : 0.0f;
-    Elements mine = {};
-    if (UPDATES) fetch(mine, update, row_of(net, first));
+    if (UPDATES && k == 0) fetch(mine, update, row_of(net, first));
     const bool in_tile = net.C * net.H <= TILE;
     if (in_tile)
 #pragma unroll 2
@@ -297,7 +299,7 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
     const uint64_t own = listed ? pixels_of(net, first, row) : 0;
     if (leads) correct(net, update);
 
-    for (int64_t b = first; b < net.B; b += gridDim.x) one_image(net, s, in_tile ? s.tile : net.w2, b);
+    for (int64_t b = first; b < net.B; b += gridDim.x) one_image(net, s, in_tile ? s.tile : net.w2, rows, k, b);
     int n = listed ? list_pixel(net, s, first, own, first_count) : 0;
     grid_sync();
 
@@ -312,21 +314,21 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
                 cp_async16(s.tile + i, matrix + from * net.width + i);
             cp_async_commit();
             if (!pixels) n = list_class(net, s, unit, from, count);
-            else if (!listed) n = list_pixel(net, s, unit, pixels_of(net, unit, own_row(net, from, count)), count);
+            else if (!listed) n = list_pixel(net, s, unit, pixels_of(net, unit, own_row(rows, from, count)), count);
             listed = false;
             cp_async_wait<0>();
             __syncthreads();
             add_terms(s.sums[warp], s.terms[warp], n, s.tile, net.width, pixels ? net.H : net.H + 1);
-            if (from == 0 && unit == net.units - 1 && warp == WARPS - 1) mean_loss(net);        // this warp has no class
+            if (from == 0 && unit == net.units - 1 && warp == WARPS - 1) mean_loss(net, k);     // this warp has no class
             __syncthreads();                    // before the next tile and the next columns
         }
         write_row(row_of(net, unit), s.sums[warp]);
         if (UPDATES) {
             if (update.norm) square_row(net, update, s.sums[warp], unit);
-            if (unit == first) for_elements(row_of(net, unit), [&](int k, int o) { mine.grad[k] = s.sums[warp][o]; });
+            if (unit == first) for_elements(row_of(net, unit), [&](int e, int o) { mine.grad[e] = s.sums[warp][o]; });
         }
     }
-    if (!UPDATES) return;
+    if (!UPDATES) return true;
 
     if (update.norm) grid_sync();
     AdamRule rule = update.rule;
@@ -337,17 +339,30 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
         const float norm = norm_of(net, s, update.squares);
         rule.clip = clip_factor(norm, update.max_norm);
         if (leads) update.norm[0] = norm;
+        if (leads && update.norms) update.norms[k] = norm;
     }
-    if (fault) return;
+    if (fault) return false;
     if (leads) update.step[0] += 1;
     for (int unit = first; unit < net.units; unit += gridDim.x) {
         const Row row = row_of(net, unit);
-        if (unit != first) {
-            fetch(mine, update, row);
-            for_elements(row, [&](int k, int o) { mine.grad[k] = *row.at(o); });
+        if (unit == first) {
+            move(mine, update, rule, row);
+        } else {
+            Elements others = {};
+            fetch(others, update, row);
+            for_elements(row, [&](int e, int o) { others.grad[e] = *row.at(o); });
+            move(others, update, rule, row);
         }
-        move(mine, update, rule, row);
     }
+    return true;
+}
+
+// One block per multiprocessor: it may use all registers, so that many loads are in flight.
+template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) network(const Network net, const Update update) {
+    SHARED(Shared, s, );
+    Elements mine = {};
+    for (int64_t k = 0; k < net.K; k++)
+        if (!one_step<UPDATES>(net, update, s, mine, k)) return;
 }
 
 // ---- the ABI ------------------------------------------------------------------------------------------------
@@ -368,7 +383,8 @@ static float *on_16_bytes(float *work) {
 
 static Network network_of(Who who, float *loss, float *dw1, float *db1, float *dw2, float *db2, const uint8_t *table,
                           const int64_t *rows, const int32_t *labels, const float *w1, const float *b1, const float *w2,
-                          const float *b2, float *work, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
+                          const float *b2, float *work, int64_t N, int64_t K, int64_t B, int64_t I, int64_t H, int64_t C,
+                          float scale) {
     const int64_t width = width_of(H);
     float *const da = on_16_bytes(work), *const r = da + B * width;
     float *const dlogits = r + B * width, *const losses = dlogits + B * C;
@@ -389,6 +405,7 @@ static Network network_of(Who who, float *loss, float *dw1, float *db1, float *d
             dlogits,
             losses,
             N,
+            K,
             B,
             int(I),
             int(H),
@@ -420,7 +437,7 @@ extern "C" pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1,
     const pyops_status status = check("mlp_gradients", N, B, I, H, C, scale);
     if (status) return status;
     const Network net = network_of(Who::mlp_gradients, loss, dw1, db1, dw2, db2, table, rows, labels, w1, b1, w2, b2, work, N,
-                                   B, I, H, C, scale);
+                                   1, B, I, H, C, scale);
     return pyops_launched("mlp_gradients", launch<false>(net, {}, stream), stream);
 }
 
@@ -431,27 +448,20 @@ extern "C" int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t 
     return 2 * sums_of(I, C) + 2 + 3 + pyops_mlp_gradients_work(B, I, H, C);
 }
 
-extern "C" pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
-                                       const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr,
-                                       float *work, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, int64_t w1,
-                                       int64_t b1, int64_t w2, int64_t b2, float scale, float max_norm, float beta1,
-                                       float beta2, float eps, float weight_decay, void *stream) {
+extern "C" pyops_status pyops_mlp_step(float *loss, float *norm, float *norms, int64_t *step, float *param, float *grad,
+                                       float *m, float *v, const uint8_t *table, const int64_t *rows, const int32_t *labels,
+                                       const float *lr, float *work, int64_t N, int64_t K, int64_t B, int64_t I, int64_t H,
+                                       int64_t C, int64_t w1, int64_t b1, int64_t w2, int64_t b2, float scale, float max_norm,
+                                       float beta1, float beta2, float eps, float weight_decay, void *stream) {
     pyops_status status = check("mlp_step", N, B, I, H, C, scale);
-    if (!status) status = check_mlp_step(w1, b1, w2, b2, max_norm, beta1, beta2, weight_decay);
+    if (!status) status = check_mlp_step(K, w1, b1, w2, b2, max_norm, beta1, beta2, weight_decay);
     if (status) return status;
     float *const squares = on_16_bytes(work), *const corrections = squares + 2 * sums_of(I, C);
     const Network net = network_of(Who::mlp_step, loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels,
-                                   param + w1, param + b1, param + w2, param + b2, corrections + 2, N, B, I, H, C, scale);
-    const Update update = {norm,
-                           step,
-                           param,
-                           m,
-                           v,
-                           grad,
-                           lr,
-                           reinterpret_cast<double *>(squares),
-                           corrections,
-                           max_norm,
-                           {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
+                                   param + w1, param + b1, param + w2, param + b2, corrections + 2, N, K, B, I, H, C, scale);
+    const Update update = {norm,        norms,    step,
+                           param,       m,        v,
+                           grad,        lr,       reinterpret_cast<double *>(squares),
+                           corrections, max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
     return pyops_launched("mlp_step", launch<true>(net, update, stream), stream);
 }

@@ -474,20 +474,27 @@ extern "C" pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream)
 }
 
 namespace {
-static __global__ void write_entry(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
-                                   int64_t capacity) {
-    float *entry = log + written[0] % capacity * 3;
-    entry[0] = loss[0];
-    entry[1] = valid ? static_cast<float>(valid[0]) : 0.0f;
-    entry[2] = norm ? norm[0] : 0.0f;
-    written[0]++;
+static __global__ void write_entries(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
+                                     int64_t steps, int64_t capacity) {
+    const int64_t first = written[0];
+    for (int64_t k = threadIdx.x; k < steps; k += blockDim.x) {
+        float *entry = log + (first + k) % capacity * 3;
+        entry[0] = loss[k];
+        entry[1] = valid ? static_cast<float>(valid[k]) : 0.0f;
+        entry[2] = norm ? norm[k] : 0.0f;
+    }
+    __syncthreads(); // all have read written[0]
+    if (threadIdx.x == 0) written[0] = first + steps;
 }
 }
 
 extern "C" pyops_status pyops_log_step(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
-                                       int64_t capacity, void *stream) {
-    PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, expected at least 1", LL(capacity));
-    const cudaError_t error = LAUNCH(write_entry, 1, 1, 0, stream_of(stream), log, written, loss, valid, norm, capacity);
+                                       int64_t steps, int64_t capacity, void *stream) {
+    const pyops_status status = check_log_step(steps, capacity);
+    if (status) return status;
+    const unsigned threads = steps < 256 ? static_cast<unsigned>(steps) : 256;
+    const cudaError_t error = LAUNCH(write_entries, 1, threads, 0, stream_of(stream), log, written, loss, valid, norm, steps,
+                                     capacity);
     return pyops_launched("log_step", error, stream);
 }
 

@@ -58,6 +58,10 @@ class MLP:
         """
         return self.whole.step(images, rows, labels, adam)
 
+    def steps(self, images, rows, labels, adam):
+        """Run step() on each row of `rows` (K, B) as one op and return losses (K,), and norms (K,) or None."""
+        return self.whole.steps(images, rows, labels, adam)
+
     def predict(self, images, classes):
         """Write the class of each image into `classes` (N,) int32."""
         a, _ = self.linear1.forward(images, backend.put(np.arange(len(images))), gradients=False)

@@ -14,7 +14,8 @@ from . import program
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
-AT_ONCE = 10            # steps per replay call: launching a step costs a GPU more than running it, a CPU 10 % of a small step
+AT_ONCE = 10            # steps per replay call on a CPU: launching a small step costs 10 % of it
+AT_ONCE_ON_GPU = 100    # there they are one kernel
 SMALL = 2**17           # hidden units times batch size up to which a CPU step is small: a few milliseconds
 
 
@@ -30,7 +31,6 @@ def main(argv=None):
     wanted = saving_flags.wanted(args)
     digits = program.load(args, ranks=True)
     from pyops import backend, distributed, fit, quantization  # here, since --help needs no library
-    from pyops.data.batches import split
     from pyops.steps import Cut
 
     # model
@@ -52,8 +52,8 @@ def main(argv=None):
     history = fit.History()
 
     def logged_steps(rows):
-        for batch in split(rows, args.batch_size):
-            history.add(whole_step(batch), None, optimizer.norm)
+        for losses, norms in whole_step.each(rows, args.batch_size):
+            history.add(losses, None, norms)
 
     cut = Cut(parts, optimizer.count, fast=args.reduce == 'fast')
 
@@ -75,8 +75,9 @@ def main(argv=None):
     trainer = fit.Trainer(run, len(images), args.epochs, optimizer, history, max_steps=args.max_steps,
                           chance_loss=program.CHANCE_LOSS, max_skipped=args.max_skipped)
     train_step = trainer.save_tensors(wanted, train_step, program.about(PROGRAM, args))
-    is_large = backend.current_device().is_host and args.hidden * args.batch_size > SMALL
-    at_once = 1 if wanted or checks or is_large or parts > 1 else AT_ONCE
+    on_host = backend.current_device().is_host
+    is_large = on_host and args.hidden * args.batch_size > SMALL
+    at_once = 1 if wanted or checks or is_large or parts > 1 else AT_ONCE if on_host else AT_ONCE_ON_GPU
     losses = []
     with trainer:
         for epoch in trainer.epochs():
@@ -91,7 +92,7 @@ def main(argv=None):
 
 
 def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=True, sharded=False):
-    """Return model, optimizer, step(rows) -> loss, and {name: array} of the plan inputs.
+    """Return model, optimizer, a Step, and {name: array} of the plan inputs.
 
     images (N, 784) uint8, labels (N,) int32: numpy arrays.  layer_ops: source of the layers, pyops.ops or a
     pyops.quantization.Family.  as_one: allow the whole step to be one op; its layers take their names from the op.
@@ -121,11 +122,37 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
     def step_of_one_op(rows):
         return model.step(images, rows, labels, optimizer)
 
+    def steps_of_one_op(rows):
+        return model.steps(images, rows, labels, optimizer)
+
     # On a GPU, launching the kernels of a batch takes longer than running them.
     if (as_one and layer_ops is ops and not backend.current_device().is_host
             and max(hidden, model.config.classes) <= MLPGradients.MOST):
-        step = step_of_one_op
+        step = Step(step_of_one_op, optimizer, steps_of_one_op)
+    else:
+        step = Step(step, optimizer)
     return model, optimizer, step, dict(images=images, label_table=label_table, one=model.one)
+
+
+class Step:
+    """Call it with the rows (B,) of a batch to run a training step; it returns the loss (1,)."""
+
+    def __init__(self, step, optimizer, several=None):
+        """several(rows (K, B)) -> losses (K,), norms (K,) or None: runs K steps as one op;  None: there is no such op"""
+        self._step, self._optimizer, self._several = step, optimizer, several
+
+    def __call__(self, rows):
+        return self._step(rows)
+
+    def each(self, rows, batch_size):
+        """Run the batches in `rows`; the last may be smaller.  Yield losses (K,) and gradient norms (K,) of them."""
+        from pyops.data.batches import split
+        whole = len(rows) // batch_size * batch_size if self._several else 0
+        if whole > batch_size:
+            yield self._several(rows[:whole].reshape(-1, batch_size))
+            rows = rows[whole:]
+        for batch in split(rows, batch_size):
+            yield self._step(batch), self._optimizer.norm
 
 
 def gradients(model, images, label_table, rows, dloss=None):

@@ -67,8 +67,11 @@ class History:
         self._read, self.on_read = 0, None      # on_read(rows) is called with the rows that read() returns
 
     def add(self, loss, weight, norm):
-        """Append a row; call it in a step.  loss (1,); weight (1,) int32, None for the batch size; norm (1,) or None for 0."""
-        backend.launch('log_step', self.log, self.written, loss, weight, norm, self.CAPACITY)
+        """Append a row for each of K steps; call it in a step.
+
+        loss (K,), 1 <= K <= CAPACITY;  weight (K,) int32, None for the batch size;  norm (K,), None for 0
+        """
+        backend.launch('log_step', self.log, self.written, loss, weight, norm, loss.size, self.CAPACITY)
 
     def read(self, n):
         """Return [[loss, weight, norm]] of the next n <= CAPACITY steps that were not read yet."""
@@ -741,4 +744,4 @@ class Saver:
             os.unlink(path)
 
 
-declare(log_step=Kernel(bytes=lambda s: 40))            # one row of the log
+declare(log_step=Kernel(bytes=lambda s: 24 * s['steps'] + 16))

@@ -82,7 +82,16 @@ class MLPGradients:
     def step(self, images: Array, rows: Array, labels: Array, adam: Adam) -> Array:
         """Return the loss (1,): run gradients() and adam.step() as one op.  adam: a pyops.optim.Adam over a Parameters with
         only the four parameters of this op."""
-        N, B, I, H, C = self._sizes(images, rows, labels)
+        return self._steps(images, rows, labels, adam, 1, rows.size)[0]
+
+    def steps(self, images: Array, rows: Array, labels: Array, adam: Adam) -> tuple[Array, Array | None]:
+        """Run step() on each row of `rows` (K, B) int64, one after the other, as one op.  Return losses (K,) and norms of the
+        gradients (K,), None if adam.max_norm is None.  The products that can be saved are those of the first step."""
+        K, B = axes('rows', rows, 'K B')
+        return self._steps(images, rows.reshape(-1), labels, adam, K, B)
+
+    def _steps(self, images: Array, rows: Array, labels: Array, adam: Adam, K: int, B: int) -> tuple[Array, Array | None]:
+        N, _, I, H, C = self._sizes(images, rows, labels)
         params, starts = adam.params, [location(p.value) for p in self.parameters]
         if params is None or sorted(location(params[name].value) for name in params) != sorted(starts):
             raise ValueError(f'{self.name}: expected an optimizer over Parameters that hold '
@@ -90,13 +99,14 @@ class MLPGradients:
         if not adam.is_one_kernel:
             raise TypeError(f'{self.name}: expected Adam, got {type(adam).__name__}; call step() of the optimizer instead')
         places = [(start - location(params.values)) // 4 for start in starts]
-        loss = empty(1, name=f'{self.name}.loss')
-        launch('mlp_step', loss, adam.norm if adam.max_norm else None, adam.count,
+        loss, clips = empty(K, name=f'{self.name}.loss'), bool(adam.max_norm)
+        norms = empty(K, name=f'{self.name}.norms') if clips and K > 1 else None
+        launch('mlp_step', loss, adam.norm if clips else None, norms, adam.count,
                params.values, params.grads, params.m, params.v, images, rows, labels, adam.rate, work('mlp_step', B, I, H, C),
-               N, B, I, H, C, *places, self.scale,
+               N, K, B, I, H, C, *places, self.scale,
                adam.max_norm or 1.0, adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
         self._note_products(*IN_STEP)
-        return loss
+        return loss, norms if K > 1 or not clips else adam.norm
 
     def _run(self, images: Array, rows: Array, labels: Array, grads: Sequence[Array]) -> Array:
         N, B, I, H, C = self._sizes(images, rows, labels)
@@ -142,7 +152,7 @@ def inside(s: Sizes, array: Argument) -> dict[str, Array]:
     launch('pixel_linear_forward', a, None, None, array('table'), array('rows'), w1, b1, N, B, I, H, s['scale'])
     r, c1 = relu.forward(a)
     logits = product(r, w2.T, b2)
-    _, c2 = loss.forward(logits, put(get(array('labels'))[get(array('rows'))]))
+    _, c2 = loss.forward(logits, put(get(array('labels'))[get(array('rows'))[:B]]))
     dlogits = loss.backward(put(np.ones(1, np.float32)), c2)
     dr = product(dlogits, w2)
     return dict(a=a, r=r, logits=logits, dlogits=dlogits, dr=dr, da=relu.backward(dr, c1))
@@ -175,4 +185,5 @@ def _flops(s: Sizes, array: Argument) -> int:
 
 
 declare(mlp_gradients=Kernel(_flops, lambda s: s['B'] * (s['I'] + 12) + 8 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1))),
-        mlp_step=Kernel(_flops, lambda s: s['B'] * (s['I'] + 12) + 28 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1))))
+        mlp_step=Kernel(lambda s, array: s['K'] * _flops(s, array),
+                        lambda s: s['K'] * (s['B'] * (s['I'] + 12) + 28 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1)))))

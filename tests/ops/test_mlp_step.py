@@ -17,6 +17,7 @@ from mnist.model import MLP, Config
 from pyops import backend
 from pyops.autograd import Tensor
 from pyops.backend.kernels import KERNELS
+from pyops.fit import History
 from pyops.ndarray import as_ndarray
 from pyops.optim import SGD, Adam
 from pyops.params import Parameters, Spec
@@ -112,6 +113,70 @@ def test_replayed_steps_equal_eager_ones_bit_for_bit():
     assert cost.flops(arguments, None) == 7 * 11 * (4 * 50 + 6 * 10) and cost.bytes(arguments) > 28 * 11 * 50
 
 
+@pytest.mark.parametrize('max_norm', (None, 0.05))
+@pytest.mark.parametrize('size', SIZES)
+def test_several_steps_at_once_have_the_bits_of_single_steps(size, max_norm):
+    N, B, I, H, C = size
+    images, labels = digits(N, I, C)
+    here, K = (put(images), put(labels)), 4
+    (model, adam), (twin, its_adam) = made(I, H, C, max_norm=max_norm), made(I, H, C, max_norm=max_norm)
+    rows = np.random.default_rng(6).integers(0, N, (2, K, B))
+    for group in rows:                                      # the second starts with the moments of the first
+        losses, norms = model.steps(here[0], put(group), here[1], adam)
+        for k, batch in enumerate(group):
+            assert get(twin.step(here[0], put(batch), here[1], its_adam))[0] == get(losses)[k]
+            assert max_norm is None or get(its_adam.norm)[0] == get(norms)[k]
+        assert (norms is None) == (max_norm is None) and get(adam.norm)[0] == get(its_adam.norm)[0]
+    assert all((a == b).all() for a, b in zip(state(model, adam), state(twin, its_adam), strict=True))
+
+
+@pytest.mark.parametrize('max_norm', (None, 0.1))
+def test_of_several_steps_those_before_a_missing_row_are_done(max_norm):
+    images, labels = digits(40, 30, 10)
+    (model, adam), (twin, its_adam) = made(30, 11, 10, max_norm=max_norm), made(30, 11, 10, max_norm=max_norm)
+    here, rows = (put(images), put(labels)), np.arange(28).reshape(4, 7)
+    for batch in rows[:2]:
+        twin.step(here[0], put(batch), here[1], its_adam)
+    rows[2, 3] = 40
+    with pytest.raises(ValueError, match=r'mlp_step: rows\[17\]=40, expected 0 to 39'):
+        model.steps(here[0], put(rows), here[1], adam)
+        backend.current_device().synchronize()
+    changed = [name for name, a, b in zip((*BUFFERS, 'count'), state(model, adam), state(twin, its_adam), strict=True)
+               if (a != b).any()]
+    assert changed in ([], ['grads']), changed
+    with pytest.raises(ValueError, match='mlp_step: K=0, expected at least 1'):
+        model.steps(here[0], put(rows[:0]), here[1], adam)
+
+
+@pytest.mark.parametrize('batch_size', (7, 20, 50))
+def test_each_runs_all_batches_and_logs_as_single_steps(batch_size):
+    images, labels = digits(50, 784, 10)
+    (*_, step, _), (*_, its_step, _) = train.prepare(images, labels, 8), train.prepare(images, labels, 8)
+    rows, history, its_history = np.arange(50), History(), History()
+    for losses, norms in step.each(put(rows), batch_size):
+        history.add(losses, None, norms)
+    for first in range(0, 50, batch_size):
+        its_history.add(its_step(put(rows[first:first + batch_size])), None, its_step._optimizer.norm)
+    count = -(-50 // batch_size)
+    assert history.read(count) == its_history.read(count) and get(history.written)[0] == count
+
+
+@pytest.mark.skipif(not ON_GPU, reason='on the CPU the parts are as good: run with PYOPS_BACKEND=gpu')
+def test_many_steps_and_their_log_are_two_launches():
+    images, labels = digits(60, 784, 10)
+    model, adam, step, inputs = train.prepare(images, labels)
+    history = History()
+
+    def logged(rows):
+        for losses, norms in step.each(rows, 5):
+            history.add(losses, None, norms)
+    steps = Steps(logged, model.params, **inputs, **adam.arrays(), **history.arrays())
+    assert [action.kernel for action in steps.plan(np.arange(60)).actions] == ['mlp_step', 'log_step']
+    steps(np.arange(60))
+    assert np.isfinite(history.read(12)).all() and get(adam.count)[0] == 12
+    steps.close()
+
+
 @pytest.mark.skipif(not ON_GPU, reason='on the CPU the parts are as good: run with PYOPS_BACKEND=gpu')
 def test_the_program_trains_by_it_on_a_gpu():
     images, labels = digits(200, 784, 10)
@@ -150,8 +215,8 @@ def launch_raw(buffers, at, images, rows, labels, I, H, C, step=0, norm=True, **
     loss, length = np.full(1, np.nan, np.float32), np.full(1, np.nan, np.float32)
     count, N, B = np.array([step]), len(images), len(rows)
     work = np.full(backend.work_size('mlp_step', B, I, H, C), np.nan, np.float32)
-    launch('mlp_step', loss, length if norm else None, count, *buffers.values(), images, rows, labels,
-           np.array([0.01], np.float32), work, N, B, I, H, C, *at, *given.values())
+    launch('mlp_step', loss, length if norm else None, None, count, *buffers.values(), images, rows, labels,
+           np.array([0.01], np.float32), work, N, 1, B, I, H, C, *at, *given.values())
     backend.current_device().synchronize()
     return loss[0], length[0], count[0]
 
@@ -262,6 +327,7 @@ for max_norm in (None, 0.05):
     adam = optim.Adam(model.params, 0.01, max_norm=max_norm)
     for k in range(3):
         found.update(model.step(images, rng.integers(0, N, B), labels, adam))
+    found.update(model.steps(images, rng.integers(0, N, (4, B)), labels, adam)[0])
     for array in (model.params.values, model.params.grads, model.params.m, model.params.v, adam.norm, adam.count):
         found.update(array)
 print(found.hexdigest())
