@@ -14,6 +14,7 @@ namespace emu {
 void begin_pending(Thread *t) {
     if (!t->pending) return;
     t->pending->copy_group = t->pending->product_group = t->pending->store_group = 0;
+    t->pending->fences = 0;
     t->pending->fenced = false;
 }
 static Pending *pending() {
@@ -87,6 +88,7 @@ static Block *of_cluster(int rank) { return block->cluster ? block->cluster->blo
 void open_shared(Block *b) {
     b->loads.clear();
     b->arrivals.clear();
+    b->writes.clear();
     b->closed = false;
 }
 void close_shared(Block *b) {
@@ -279,8 +281,30 @@ void mbarrier_wait(uint64_t *barrier, int parity) {
     block->polls = 0;                           // another block of the cluster may have ended the phase
 }
 
+// Writes and bulk stores of shared memory are ordered by fence_proxy_async of the thread that wrote, which a device requires.
+void note_write(const void *to, int bytes) {
+    needs_hopper("a write for a bulk store");
+    const size_t first = shared_offset(to) / 8;
+    if (block->writes.empty()) block->writes.set_zero(block->grid->launch.shared / 8 + 1);
+    for (int i = 0; i < bytes / 8; i++) block->writes[first + i] = {self()->number + 1, pending()->fences};
+}
+void fence_proxy_async() {
+    needs_hopper("fence_proxy_async");
+    pending()->fences++;
+}
+static void check_fences(const void *from, size_t bytes) {
+    if (block->writes.empty()) return;
+    const size_t first = shared_offset(from) / 8;
+    for (size_t i = first; i < first + bytes / 8; i++) {
+        const NotedWrite &w = block->writes[i];
+        if (w.thread && block->thread[w.thread - 1].pending->fences == w.fences)
+            die("a bulk store of what thread %d wrote, without fence_proxy_async by that thread", w.thread - 1);
+    }
+}
+
 void bulk_store(const TensorMap &map, int column, int row, const void *from) {
     check_box("a bulk store", from, map);
+    check_fences(from, box_bytes(map));
     Pending *p = pending();
     p->stores.add({map, column, row, static_cast<const char *>(from), p->store_group, nullptr});
 }

@@ -40,6 +40,7 @@ struct Pending {
     Array<Hidden> hidden;
     Array<Store> stores;
     int copy_group, product_group, store_group;
+    unsigned fences;                            // calls of fence_proxy_async
     bool fenced;                                // wgmma_fence was called
 };
 
@@ -67,6 +68,12 @@ struct BulkLoad {
     TensorMap map;
     int column, row;
     uint64_t *barrier;
+};
+
+// The last noted write to 8 bytes of shared memory: it is fenced if its thread has called fence_proxy_async more often since.
+struct NotedWrite {
+    int thread;                                 // 1 + its number; 0: none
+    unsigned fences;
 };
 
 // A barrier of OS threads; each runs a block.  The rounds are counted; arrive() returns the one that is ending.
@@ -122,6 +129,7 @@ struct Block {
     Array<SharedVariable> shared_variables;
     // What is in flight to this block's shared memory.  Other blocks of the cluster add to it, so there is a lock (async.cpp).
     Array<BulkLoad> loads;
+    Array<NotedWrite> writes;                   // to dynamic shared memory; empty before the first one
     Array<uint64_t *> arrivals;                 // of threads of other blocks, at these mbarriers
     bool locked, closed;                        // closed: all threads have exited
     unsigned long polls;                        // since the last progress

@@ -151,9 +151,11 @@ static EMU_INLINE void load_matrices(unsigned *fragments, const void *row, int c
     Matrices own{fragments, const_cast<void *>(row), count, transposed};
     warp(WHOLE_WARP, do_load_matrices, &own);
 }
+void note_write(const void *to, int bytes);                             // to shared memory, at a multiple of 8 bytes
 static EMU_INLINE void store_matrices(const unsigned *fragments, void *row, int count, bool transposed) {
     Matrices own{const_cast<unsigned *>(fragments), row, count, transposed};
     warp(WHOLE_WARP, do_store_matrices, &own);
+    if (current->lane < 8 * count) note_write(row, 16);
 }
 
 // ---- asynchronous copies and products: they complete as late as the program allows ----------------------------------
@@ -180,6 +182,7 @@ void bulk_load(void *to, const TensorMap &map, int column, int row, uint64_t *ba
 void bulk_load_to_all(void *to, const TensorMap &map, int column, int row, uint64_t *barrier, unsigned ranks);
 void bulk_store(const TensorMap &map, int column, int row, const void *from);
 void bulk_commit();
+void fence_proxy_async();                                               // for the writes of this thread that were noted
 void bulk_wait(int groups_left, bool only_read);
 
 enum class Element { bf16, tf32 };

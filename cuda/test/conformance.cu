@@ -199,6 +199,56 @@ static __global__ void bulk_stores(const __grid_constant__ CUtensorMap map, cons
         tma_store_wait_read<0>();
     }
 }
+// A warp stores 16 x 192 numbers, in boxes of 128 bytes per row, from two places in turn, to a matrix of 20 x 150, from row 8.
+constexpr int PIECE_COLUMNS = 192, TO_ROWS = 20, TO_COLUMNS = 150, TO_STRIDE = 152;
+template <class T> static __global__ void pieces(const __grid_constant__ CUtensorMap map, const float *in) {
+    DYN_SHARED(char, places);
+    const int lane = threadIdx.x;
+    constexpr int COLUMNS = 128 / sizeof(T);
+    for (int first = 0; first < PIECE_COLUMNS; first += COLUMNS) {
+        char *const piece = places + first / COLUMNS % 2 * 2048;
+        if (lane == 0) tma_store_wait_read<1>();
+        __syncwarp();
+        for (int i = 0; i < 8; i += 2) {
+            if constexpr (sizeof(T) == 4) {
+                for (int j = i; j < i + 2; j++) {               // two rows of 16 pairs
+                    const int row = 2 * j + lane / 16, pair = lane % 16;
+                    const float *const x = in + row * PIECE_COLUMNS + first + 2 * pair;
+                    char *const to = piece + row * 128 + ((pair / 2) ^ (row % 8)) * 16 + pair % 2 * 8;
+                    write_for_copy(reinterpret_cast<float2 *>(to), make_float2(x[0], x[1]));
+                }
+            } else {                                            // two groups of 8 columns of 16 rows
+                unsigned r[4];
+                for (int j = 0; j < 4; j++) {
+                    const float *const x = in + (lane / 4 + j % 2 * 8) * PIECE_COLUMNS + first + (i + j / 2) * 8 +
+                        2 * (lane % 4);
+                    r[j] = pair(x[0], x[1]);
+                }
+                stmatrix_x4(piece + lane % 16 * 128 + ((i + lane / 16) ^ (lane % 8)) * 16, r);
+            }
+        }
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) {
+            tma_store_2d(&map, first, 8, piece);
+            tma_store_commit();
+        }
+    }
+    if (lane == 0) tma_store_wait_read<0>();
+}
+DEVICE float wide(float x) { return x; }
+DEVICE float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <class T> static __global__ void widen(float *out, const T *from, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = wide(from[i]);
+}
+template <class T> static cudaError_t run_pieces(const float *in, float *out, float *scratch) {
+    CUtensorMap map;
+    const int size = sizeof(T);
+    cudaError_t error = make_tensor_map_2d(&map, scratch, size, TO_COLUMNS, TO_ROWS, TO_STRIDE * size, 128 / size, 16, true);
+    if (!error) error = cudaMemset(scratch, 0, TO_ROWS * TO_STRIDE * size);
+    if (!error) error = LAUNCH(pieces<T>, 1, 32, 2 * 2048, nullptr, map, in);
+    return error ? error : LAUNCH(widen<T>, 1, 64, 0, nullptr, out, reinterpret_cast<const T *>(scratch), TO_ROWS * TO_STRIDE);
+}
 static __global__ void clear(float *out, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = 0.0f;
 }
@@ -486,6 +536,8 @@ static const Case cases[] = {
         return error ? error : LAUNCH(bulk_stores, 1, 64, 2 * BOX * BOX_ROWS * 4, nullptr, map, in);)
     {"bulk_stores", 2 * BOX * BOX_ROWS, ROWS * STRIDE, 90, STORES(false)},
     {"bulk_stores_swizzled", 2 * BOX * BOX_ROWS, ROWS * STRIDE, 90, STORES(true)},
+    {"pieces_float", 16 * PIECE_COLUMNS, TO_ROWS * TO_STRIDE, 90, run_pieces<float>},
+    {"pieces_bf16", 16 * PIECE_COLUMNS, TO_ROWS * TO_STRIDE, 90, run_pieces<__nv_bfloat16>},
     WGMMA(32, bf16),
     WGMMA(64, bf16),
     WGMMA(128, bf16),

@@ -214,22 +214,48 @@ template <Product BUG> static __global__ void product(float *y) {
     if (threadIdx.x == 0)
         for (int i = BUG == Product::read_too_early; i < N; i++) y[i] = d[i];
 }
-enum class Store { not_waited_for, overwritten };
+enum class Store { not_waited_for, overwritten, not_fenced, fenced_by_the_storing_thread };
 template <Store BUG> static __global__ void store(const __grid_constant__ CUtensorMap map, const float *x) {
     DYN_SHARED(float, tile);
-    tile[threadIdx.x] = x[threadIdx.x];
-    fence_proxy_async();
+    const int t = threadIdx.x;
+    if (t < N / 2) write_for_copy(reinterpret_cast<float2 *>(tile) + t, make_float2(x[2 * t], x[2 * t + 1]));
+    if (BUG == Store::not_waited_for || BUG == Store::overwritten) fence_proxy_async();
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (t == 0) {
+        if (BUG == Store::fenced_by_the_storing_thread) fence_proxy_async();
         tma_store_2d(&map, 0, 0, tile);
         tma_store_commit();
     }
     if (BUG == Store::overwritten) {
         __syncthreads();
-        tile[threadIdx.x] = 0.0f;
+        tile[t] = 0.0f;
         __syncthreads();
-        if (threadIdx.x == 0) tma_store_wait_read<0>();
+        if (t == 0) tma_store_wait_read<0>();
     }
+}
+// A warp writes rows x, x + 1 and x + 2 to two places in turn, and stores them; y is the first of them.
+enum class Pieces { not_waited_for, waited_for_late, matrices_not_fenced };
+template <Pieces BUG> static __global__ void pieces(const __grid_constant__ CUtensorMap map, const float *x) {
+    DYN_SHARED(float, places);
+    const int lane = threadIdx.x;
+    for (int i = 0; i < 3; i++) {
+        float *const piece = places + i % 2 * N;
+        if (lane == 0 && BUG != Pieces::not_waited_for) tma_store_wait_read<BUG == Pieces::waited_for_late ? 2 : 1>();
+        __syncwarp();
+        if (BUG == Pieces::matrices_not_fenced) {
+            const unsigned bits[2] = {__float_as_uint(x[lane]), __float_as_uint(x[lane + 32])};
+            stmatrix_x2(reinterpret_cast<char *>(piece) + lane % 16 * 16, bits);
+        } else {
+            write_for_copy(reinterpret_cast<float2 *>(piece) + lane, make_float2(x[2 * lane] + i, x[2 * lane + 1] + i));
+            fence_proxy_async();
+        }
+        __syncwarp();
+        if (lane == 0) {
+            tma_store_2d(&map, 0, i, piece);
+            tma_store_commit();
+        }
+    }
+    if (lane == 0) tma_store_wait_read<0>();
 }
 static __global__ void cluster_without_barrier(const float *x, float *y) {      // two blocks of 32, a cluster
     SHARED(float, half, [32]);
@@ -327,6 +353,11 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     make_tensor_map_2d(&map, y, 4, N, 1, N * 4, N, 1, false);
     KERNEL(store<Store::not_waited_for>, 1, N, N * 4, map, x);
     KERNEL(store<Store::overwritten>, 1, N, N * 4, map, x);
+    KERNEL(store<Store::not_fenced>, 1, N, N * 4, map, x);
+    KERNEL(store<Store::fenced_by_the_storing_thread>, 1, N, N * 4, map, x);
+    KERNEL(pieces<Pieces::matrices_not_fenced>, 1, 32, 2 * N * 4, map, x);
+    KERNEL(pieces<Pieces::not_waited_for>, 1, 32, 2 * N * 4, map, x);
+    KERNEL(pieces<Pieces::waited_for_late>, 1, 32, 2 * N * 4, map, x);
 
     if (is("too_many_threads")) return LAUNCH(plain, 1, 2048, 0, nullptr, x, y);
     if (is("no_blocks")) return LAUNCH(plain, 0, N, 0, nullptr, x, y);

@@ -104,6 +104,14 @@ def bulk_stores(swizzled):
     return formula
 
 
+def pieces(rounded):
+    def formula(x):
+        matrix = np.zeros((20, 152), np.float32)
+        matrix[8:, :150] = rounded(x).reshape(16, 192)[:12, :150]
+        return [matrix]
+    return formula
+
+
 def wgmma(form, n):
     rounded, depth = (tf32_cut, 32) if 'tf32' in form else (bf16, 64)
 
@@ -165,6 +173,8 @@ FORMULAS = {
     'bulk_loads_swizzled': bulk_loads(True),
     'bulk_stores': bulk_stores(False),
     'bulk_stores_swizzled': bulk_stores(True),
+    'pieces_float': pieces(lambda x: x),
+    'pieces_bf16': pieces(bf16),
     'written_operands_mma': written_operands,
     'registers': lambda x: [x[:128] + 1, 2 * x[128:]],
     'clusters': clusters,

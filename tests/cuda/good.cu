@@ -214,6 +214,28 @@ matmul_multicast(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
     cluster_sync();
 }
 
+// y += x: each of two warps has 16 rows, and stores sums by bulk copies from two places in turn.
+static __global__ void add_in_pieces(const __grid_constant__ CUtensorMap map, const float *x, const float *y, int columns) {
+    DYN_SHARED(float, places);
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+    for (int first = 0; first < columns; first += 32) {
+        float *const piece = places + (row0 * 2 + first % 64 / 2) * 32;
+        if (lane == 0) tma_store_wait_read<1>();
+        __syncwarp();
+        for (int i = lane; i < 16 * 16; i += 32) {
+            const int at = (row0 + i / 16) * columns + first + i % 16 * 2;
+            write_for_copy(reinterpret_cast<float2 *>(piece) + i, make_float2(x[at] + y[at], x[at + 1] + y[at + 1]));
+        }
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) {
+            tma_store_2d(&map, first, row0, piece);
+            tma_store_commit();
+        }
+    }
+    if (lane == 0) tma_store_wait_read<0>();
+}
+
 // ---- softmax of rows: a warp for each, a block for each ----
 static __global__ void softmax_warp(const float *x, float *y, int rows, int columns) {
     const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
@@ -428,6 +450,21 @@ static void try_multicast() {
     });
 }
 
+static void try_pieces() {
+    const int rows = 32, columns = 160;
+    const std::vector<float> x = uniform(rows * columns, 8), y = uniform(rows * columns, 9);
+    std::vector<double> expected(x.size());
+    for (size_t i = 0; i < x.size(); i++) expected[i] = x[i] + y[i];
+    const float *device_x = to_device(x);
+    float *device_y = on_device<float>(y.size());
+    CUtensorMap map;
+    make_tensor_map_2d(&map, device_y, 4, columns, rows, columns * 4, 32, 16, false);
+    try_kernel("add_in_pieces", device_y, expected, 0.0, [&] {
+        cudaMemcpy(device_y, y.data(), y.size() * 4, cudaMemcpyHostToDevice);
+        return LAUNCH(add_in_pieces, 1, 64, 2 * 2 * 2048, nullptr, map, device_x, device_y, columns);
+    });
+}
+
 static void try_softmax() {
     const int rows = 128, columns = 512;
     const std::vector<float> x = uniform(rows * columns, 5);
@@ -568,6 +605,7 @@ int main(int argc, char **argv) {
     try_voting();
     try_matmul(n);
     try_multicast();
+    try_pieces();
     try_softmax();
     try_recurrence();
     try_graph();
