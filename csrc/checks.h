@@ -409,6 +409,19 @@ static inline pyops_status check_linear(const pyops_real *dx, int64_t R, int64_t
     return PYOPS_OK;
 }
 
+static inline pyops_status check_linear_activation(const char *who, int64_t R, int64_t O, int64_t I, int32_t activation) {
+    PYOPS_REQUIRE(R >= 0 && O >= 0 && I >= 0, "%s: R=%lld O=%lld I=%lld, expected at least 0", who, LL(R), LL(O), LL(I));
+    PYOPS_REQUIRE(activation >= PYOPS_SILU && activation <= PYOPS_GELU_TANH,
+                  "%s: activation=%d, expected 0 (SiLU), 1 (GELU) or 2 (GELU with tanh)", who, activation);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_linear_activation_backward(const pyops_real *dx, int64_t R, int64_t O, int64_t I,
+                                                            int32_t activation) {
+    PYOPS_REQUIRE(dx, "linear_activation_backward: dx is NULL, expected an array");
+    return check_linear_activation("linear_activation_backward", R, O, I, activation);
+}
+
 static inline pyops_status check_linear_pair(const char *who, int64_t R1, int64_t R2, int64_t O1, int64_t O2, int64_t I1,
                                              int64_t I2) {
     PYOPS_REQUIRE(R1 >= 0 && R2 >= 0 && O1 >= 0 && O2 >= 0 && I1 >= 0 && I2 >= 0,

@@ -220,6 +220,26 @@ pyops_status pyops_linear_backward(float *dx, float *dweight, float *dbias, cons
     return status || !relu ? status : pyops_relu_backward(dx, dx, x, R * I, stream);
 }
 
+typedef pyops_status activation_forward(float *y, const float *x, int64_t n, void *stream);
+typedef pyops_status activation_backward(float *dx, const float *dy, const float *x, int64_t n, void *stream);
+static activation_forward *const forward_of[] = {pyops_silu_forward, pyops_gelu_forward, pyops_gelu_tanh_forward};
+static activation_backward *const backward_of[] = {pyops_silu_backward, pyops_gelu_backward, pyops_gelu_tanh_backward};
+
+pyops_status pyops_linear_activation(float *y, float *a, const float *x, const float *weight, const float *bias, int64_t R,
+                                     int64_t O, int64_t I, int32_t activation, void *stream) {
+    pyops_status status = check_linear_activation("linear_activation", R, O, I, activation);
+    if (!status) status = pyops_gemm(a, x, weight, bias, R, O, I, O, I, 1, 1, I, 0, 0, stream);
+    return status ? status : forward_of[activation](y, a, R * O, stream);
+}
+
+pyops_status pyops_linear_activation_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
+                                              const float *a, const float *weight, int64_t R, int64_t O, int64_t I,
+                                              int32_t activation, void *stream) {
+    pyops_status status = check_linear_activation_backward(dx, R, O, I, activation);
+    if (!status) status = pyops_linear_backward(dx, dweight, dbias, dy, x, weight, R, O, I, 0, 0, stream);
+    return status ? status : backward_of[activation](dx, dx, a, R * I, stream);
+}
+
 pyops_status pyops_linear_pair(float *y1, float *y2, const float *x1, const float *x2, const float *weight1,
                                const float *weight2, const float *bias1, const float *bias2, int64_t R1, int64_t R2, int64_t O1,
                                int64_t O2, int64_t I1, int64_t I2, void *stream) {

@@ -103,6 +103,22 @@ PYOPS_API pyops_status pyops_linear_backward(
     pyops_real *dx, float *dweight, float *dbias,
     const pyops_real *dy, const pyops_real *x, const pyops_real *weight,
     int64_t R, int64_t O, int64_t I, int32_t relu, int32_t accumulate, void *stream);
+/* A linear layer with an activation function after it, and its gradients.
+ * linear_activation           a = x weight' + bias;   y = activation(a);   bias may be NULL
+ * linear_activation_backward  x = activation(a).  dweight and dbias as in linear_backward;   dbias may be NULL
+ *                             dx[r,i] = activation'(a[r,i]) * sum_o dy[r,o] weight[o,i]
+ * The results have the bits of gemm or linear_backward, and then silu, gelu or gelu_tanh.  A GPU computes large ones in
+ * bfloat16 without the second pass over memory.
+ * dx overlaps none of the inputs.   y, dy (R,O)   x, dx (R,I)   weight, dweight (O,I)   a (R,O), in backward (R,I)
+ */
+typedef enum { PYOPS_SILU = 0, PYOPS_GELU, PYOPS_GELU_TANH } pyops_activation;
+PYOPS_API pyops_status pyops_linear_activation(
+    pyops_real *y, pyops_real *a, const pyops_real *x, const pyops_real *weight, const float *bias,
+    int64_t R, int64_t O, int64_t I, int32_t activation, void *stream);
+PYOPS_API pyops_status pyops_linear_activation_backward(
+    pyops_real *dx, float *dweight, float *dbias,
+    const pyops_real *dy, const pyops_real *x, const pyops_real *a, const pyops_real *weight,
+    int64_t R, int64_t O, int64_t I, int32_t activation, void *stream);
 /* Two linear layers that do not depend on each other.  The results have the bits of two calls; a GPU computes both in one launch
  * if that takes less time.
  * linear_pair           y1 = x1 weight1' + bias1;  y2 = x2 weight2' + bias2;  bias1, bias2 may be NULL

@@ -462,7 +462,7 @@ template <class Out> static RowProduct<bf16, Out> row_product(const RealProduct 
                                g.relu,
                                g.a.k_step == 1,
                                g.b.k_step == 1};
-    p.limit = g.limit, p.scatter = g.scatter, p.gate = static_cast<const Out *>(g.gate);
+    p.limit = g.limit, p.scatter = g.scatter, p.gate = static_cast<const Out *>(g.gate), p.activation = g.activation;
     return p;
 }
 
@@ -553,7 +553,7 @@ static RealProduct as_real(const AnyProduct &p) {
                      p.ldc,
                      p.accumulate,
                      p.relu};
-    g.gate = elements<char>(p.gate), g.row_sums = p.row_sums;
+    g.gate = elements<char>(p.gate), g.row_sums = p.row_sums, g.activation = p.activation;
     return g;
 }
 
@@ -629,6 +629,17 @@ static bool best_group(Size *size, const AnyProduct *p, int count) {
         if (cycles <= best) *size = each, best = cycles;
     }
     return best < alone;
+}
+
+// Whether the epilogue of p[i] computes its activation when these products are computed together; otherwise take it out.
+static bool keeps_activation(AnyProduct *p, int count, int i) {
+    Size size;
+    const auto fits = [](const RealProduct &g) {
+        return best_hopper_cycles(g) < INFINITY && hopper_has_map(row_product(g, g.to_bf16));
+    };
+    if (is_bf16(p[i].c) && p[i].M && p[i].N && !best_group(&size, p, count) && fits(as_real(p[i]))) return true;
+    p[i].activation = {};
+    return false;
 }
 
 // Fill the group for a tile size and launch it by run(group, blocks).  convert: AnyProduct to G.
@@ -730,7 +741,8 @@ struct LinearGradients {                    // see pyops_linear_backward
     float *dweight, *dbias;
     const pyops_real *dy, *x, *weight;
     int64_t R, O, I;
-    int32_t relu, accumulate;
+    int32_t relu, accumulate, activation = 0;
+    const pyops_real *at = nullptr;         // not NULL: dx is multiplied by the derivative of the activation there
 
     bool types_agree() const { return !dx || is_bf16(dx) == is_bf16(x); }
     // Write its products to p and return their number.
@@ -744,6 +756,11 @@ struct LinearGradients {                    // see pyops_linear_backward
     }
 };
 
+using ActivationForward = pyops_status (*)(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
+using ActivationBackward = pyops_status (*)(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
+static constexpr ActivationForward forward_of[] = {pyops_silu_forward, pyops_gelu_forward, pyops_gelu_tanh_forward};
+static constexpr ActivationBackward backward_of[] = {pyops_silu_backward, pyops_gelu_backward, pyops_gelu_tanh_backward};
+
 // The gradients of several layers, at most two.
 static pyops_status linear_gradients(const char *who, const LinearGradients *layers, int count, void *stream) {
     AnyProduct p[MOST_GROUPED];
@@ -752,12 +769,15 @@ static pyops_status linear_gradients(const char *who, const LinearGradients *lay
         PYOPS_REQUIRE(layers[i].types_agree(), "%s: dx and x have different types, expected one type", who);
         first[i] = products, products += layers[i].products(p + products);
     }
+    const LinearGradients &one = layers[0]; // the only layer, if it has an activation function
+    if (one.at) p[1].activation = {one.activation, nullptr, elements<bf16>(one.at)};
+    const bool is_fused = one.at && keeps_activation(p, products, 1);
     bool row_sums_added[MOST_GROUPED];
     pyops_status status = pyops_launched(who, any_products(p, products, stream_of(stream), row_sums_added), stream);
     for (int i = 0; i < count && !status; i++)
         if (layers[i].dbias && !row_sums_added[first[i]])
             status = pyops_column_sums(layers[i].dbias, layers[i].dy, layers[i].R, layers[i].O, stream);
-    return status;
+    return status || !one.at || is_fused ? status : backward_of[one.activation](one.dx, one.dx, one.at, one.R * one.I, stream);
 }
 }
 
@@ -768,6 +788,30 @@ extern "C" pyops_status pyops_linear_backward(pyops_real *dx, float *dweight, fl
     if (status) return status;
     const LinearGradients layer = {dx, dweight, dbias, dy, x, weight, R, O, I, relu, accumulate};
     return linear_gradients("linear_backward", &layer, 1, stream);
+}
+
+extern "C" pyops_status pyops_linear_activation(pyops_real *y, pyops_real *a, const pyops_real *x, const pyops_real *weight,
+                                                const float *bias, int64_t R, int64_t O, int64_t I, int32_t activation,
+                                                void *stream) {
+    pyops_status status = check_linear_activation("linear_activation", R, O, I, activation);
+    if (status) return status;
+    PYOPS_REQUIRE(is_bf16(y) == is_bf16(a), "linear_activation: y and a have different types, expected one type");
+    AnyProduct p = {a, x, weight, bias, R, O, I, O, I, 1, 1, I, 0, 0};
+    p.activation = {activation, elements<bf16>(y), nullptr};
+    const bool is_fused = keeps_activation(&p, 1, 0);
+    bool row_sums_added;
+    status = pyops_launched("linear_activation", any_product(p, stream_of(stream), &row_sums_added), stream);
+    return status || is_fused ? status : forward_of[activation](y, a, R * O, stream);
+}
+
+extern "C" pyops_status pyops_linear_activation_backward(pyops_real *dx, float *dweight, float *dbias, const pyops_real *dy,
+                                                         const pyops_real *x, const pyops_real *a, const pyops_real *weight,
+                                                         int64_t R, int64_t O, int64_t I, int32_t activation, void *stream) {
+    const pyops_status status = check_linear_activation_backward(dx, R, O, I, activation);
+    if (status) return status;
+    PYOPS_REQUIRE(is_bf16(a) == is_bf16(x), "linear_activation_backward: a and x have different types, expected one type");
+    const LinearGradients layer = {dx, dweight, dbias, dy, x, weight, R, O, I, 0, 0, activation, a};
+    return linear_gradients("linear_activation_backward", &layer, 1, stream);
 }
 
 extern "C" pyops_status pyops_linear_pair(pyops_real *y1, pyops_real *y2, const pyops_real *x1, const pyops_real *x2,

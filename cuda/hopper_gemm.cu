@@ -13,6 +13,11 @@
 // gridDim.x-th tile.  Tiles are ordered in bands, so that concurrent blocks share rows of a and b in L2.  Rows in shared
 // memory have the 128-byte swizzle of bulk copies and wgmma.
 //
+// A warp writes its 16 rows of sums as pieces of 128 bytes per row, to two places in shared memory in turn, and the copy
+// engine writes them to c while the warp fills the other place, or multiplies the next tile.  Where a tensor map cannot
+// describe what is written (rows of c that are no multiples of 16 bytes, scattered rows, an end of c that only the device
+// knows), the lanes write pairs of sums.
+//
 // A bfloat16 operand that is stored transposed, with its rows along M or N, is copied as it is: as blocks of 64 k's x 64 rows,
 // which wgmma reads transposed.  If there are few tiles, several blocks share one, each with a part of K (split-K): a warpgroup
 // writes its sums to memory, and the last one to finish adds the parts, in order.
@@ -24,18 +29,26 @@
 //              upper half of b --> blocks 0, 1
 //    block 1:  a of tile 1 --> block 1        empty[slot] of a block: the warps of both blocks have multiplied it, because
 //              lower half of b --> blocks 0, 1                        the block will write to both
+#include "activation.cuh"
 #include "hopper.cuh"
 #include "product.cuh"
 #include "tickets.cuh"
 
 namespace {
 static constexpr int TM = 128, ROW = 128, CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1), WARPS_READING = 4 * CONSUMERS;
+static constexpr int PIECE_ROWS = 16, PIECE_BYTES = PIECE_ROWS * ROW; // of c: a part of the rows of a warp
 
 template <int TN> struct Ring {
     static constexpr int A_BYTES = TM * ROW, B_BYTES = TN * ROW, SLOT = A_BYTES + B_BYTES, SLOTS = TN == 256 ? 4 : 6;
-    // panels, barriers, and a word for each consumer
-    static constexpr int BYTES = SLOTS * SLOT + 2 * SLOTS * int(sizeof(uint64_t)) + CONSUMERS * int(sizeof(int));
+    static constexpr int PIECES = SLOTS * SLOT, BARRIERS = PIECES + WARPS_READING * 2 * PIECE_BYTES; // where they start
+    // panels, pieces of c, barriers, and a word for each consumer
+    static constexpr int BYTES = BARRIERS + 2 * SLOTS * int(sizeof(uint64_t)) + CONSUMERS * int(sizeof(int));
+    static_assert(BYTES <= 227 * 1024, "the shared memory of a block");
 };
+
+// What happens to finished sums before they are stored: nothing; a second array is their activation; they are multiplied by
+// the derivative of an activation.  The last two require a map of c.
+enum class After { nothing, activation, derivative };
 
 // The settings of a kernel: types, columns of a tile, and whether the operands are stored along K.
 template <class Element_, class Out_, int TN_, bool A_K_, bool B_K_> struct Setup {
@@ -43,6 +56,12 @@ template <class Element_, class Out_, int TN_, bool A_K_, bool B_K_> struct Setu
     using Out = Out_;
     static constexpr int TN = TN_, TK = ROW / int(sizeof(Element)); // TK: k's in a slot
     static constexpr bool A_K = A_K_, B_K = B_K_;
+    static constexpr After AFTER = After::nothing;
+};
+// Those of pyops_linear_activation: a = x weight', and dx = dy weight.
+template <int TN> struct Activating : Setup<bf16, bf16, TN, true, true> { static constexpr After AFTER = After::activation; };
+template <int TN> struct Differentiating : Setup<bf16, bf16, TN, true, false> {
+    static constexpr After AFTER = After::derivative;
 };
 static constexpr int BLOCK = 64, BLOCK_BYTES = BLOCK * ROW; // of a transposed operand: 64 k's x 64 rows
 
@@ -77,37 +96,172 @@ DEVICE void release_slot(uint64_t *empty, int blocks, int lane) {
     if (blocks > 1 && lane < blocks) mbar_arrive_at(empty, lane);
 }
 
+// ---- the sums of a lane: of each 8 columns, rows lane/4 and lane/4 + 8, and columns 2 (lane%4) and the next one -----------
+
+// The epilogue, in place.  row, column: of the lane's first sum
+template <int TN, class Element, class Out>
+DEVICE void finish_sums(float (&sum)[TN / 2], const RowProduct<Element, Out> &g, int64_t M, int64_t row, int64_t column) {
+    if (!g.bias && !g.accumulate && !g.relu && !g.gate) return;
+#pragma unroll
+    for (int i = 0; i < TN / 2; i += 2) {
+        const int64_t m = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
+        if (m >= M || n >= g.N) continue;
+        const int64_t at = (g.scatter ? g.scatter[m] : m) * g.ldc + n;
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            if (n + j < g.N)
+                sum[i + j] = finished(sum[i + j], g.c + at + j, g.bias ? g.bias + n + j : nullptr, g.accumulate, g.relu,
+                                      g.gate ? g.gate + at + j : nullptr);
+    }
+}
+
 DEVICE void write_two(float *c, float first, float second) { *reinterpret_cast<float2 *>(c) = make_float2(first, second); }
 DEVICE void write_two(bf16 *c, float first, float second) { *reinterpret_cast<unsigned *>(c) = pack_bf16(first, second); }
 
-// Of each 8 columns, a lane has rows lane/4 and lane/4 + 8, and columns 2 (lane%4) and the next one: a warp writes 32
-// contiguous bytes of floats per row.
+// A warp writes 32 contiguous bytes of floats per row.
 template <int TN, class Out>
-DEVICE void write_sums(Out *to, const int32_t *scatter, int64_t ldc, int64_t M, int64_t N, const float *all_bias,
-                       bool accumulate, bool relu, const Out *all_gates, const float (&sum)[TN / 2], int64_t row,
-                       int64_t column) {
+DEVICE void write_sums(Out *to, const int32_t *scatter, int64_t ldc, int64_t M, int64_t N, const float (&sum)[TN / 2],
+                       int64_t row, int64_t column) {
     const bool pairs = ldc % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0;
 #pragma unroll
     for (int i = 0; i < TN / 2; i += 2) {
         const int64_t m = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
         if (m >= M || n >= N) continue;
-        const int64_t at = (scatter ? scatter[m] : m) * ldc + n;
-        Out *const c = to + at;
-        const float *bias = all_bias ? all_bias + n : nullptr;
-        const Out *gate = all_gates ? all_gates + at : nullptr;
-        const float first = finished(sum[i], c, bias, accumulate, relu, gate);
-        if (n + 1 == N) {
-            *c = as<Out>(first);
-            continue;
-        }
-        const float second = finished(sum[i + 1], c + 1, bias ? bias + 1 : nullptr, accumulate, relu,
-                                      gate ? gate + 1 : nullptr);
-        if (pairs) write_two(c, first, second);
-        else c[0] = as<Out>(first), c[1] = as<Out>(second);
+        Out *const c = to + (scatter ? scatter[m] : m) * ldc + n;
+        if (n + 1 == N) c[0] = as<Out>(sum[i]);
+        else if (pairs) write_two(c, sum[i], sum[i + 1]);
+        else c[0] = as<Out>(sum[i]), c[1] = as<Out>(sum[i + 1]);
     }
 }
 
-// The sums of all parts of K, in order, in the layout of write_sums.
+// Write 16 x 32 floats, 16 of each lane, to a piece with the swizzle.  Rows r and r ^ 1 would write the same banks at the
+// same time, so odd rows write their four groups of 8 columns in another order.
+DEVICE void write_piece(char *piece, const float *sum, int lane, float) {
+    const int row = lane / 4, pair = lane % 4;
+    const bool odd = row & 1;
+#pragma unroll
+    for (int group = 0; group < 4; group++) {
+        const int chunk = (2 * group + pair / 2) ^ (row & 7) ^ (odd ? 4 : 0);
+        char *const to = piece + row * ROW + chunk * 16 + pair % 2 * 8;
+        const float *const even = sum + 4 * group, *const other = sum + 4 * (group ^ 2);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            write_for_copy(reinterpret_cast<float2 *>(to + i * 8 * ROW),
+                           odd ? make_float2(other[2 * i], other[2 * i + 1]) : make_float2(even[2 * i], even[2 * i + 1]));
+    }
+}
+// Write 16 x 64 numbers of bfloat16, 32 of each lane.  In a step, lanes 0 to 15 have the addresses of 16 rows of 8 columns,
+// the others those of the next 8 columns.
+DEVICE void write_piece(char *piece, const float *sum, int lane, bf16) {
+    const int row = lane % 16;
+#pragma unroll
+    for (int group = 0; group < 8; group += 2) {
+        unsigned packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) packed[i] = pack_bf16(sum[4 * group + 2 * i], sum[4 * group + 2 * i + 1]);
+        stmatrix_x4(piece + row * ROW + ((group + lane / 16) ^ (row & 7)) * 16, packed);
+    }
+}
+
+// ---- activations of a piece of bfloat16, in chunks of 16 bytes -----------------------------------------------------------
+DEVICE void write_chunk(char *to, const float (&x)[8]) {
+    write_for_copy(reinterpret_cast<uint4 *>(to),
+                   make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])));
+}
+// to = the activation of a piece, in the same places.
+DEVICE void activate(char *to, const char *piece, int kind) {
+    activations::forward_of(kind, [&](auto operation) {
+#pragma unroll 1
+        for (int at = 16 * lane_id(); at < PIECE_BYTES; at += 16 * 32) {
+            const Pack<float, 8> x = load_reals<8>(reinterpret_cast<const bf16 *>(piece + at));
+            float y[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float in[1] = {x.at[j]};
+                float out[1];
+                operation(in, out);
+                y[j] = out[0];
+            }
+            write_chunk(to + at, y);
+        }
+    });
+}
+// Multiply a piece by the derivative of an activation.  rows, columns: of x from the piece's first element on, a multiple of 8
+DEVICE void differentiate(char *piece, int kind, const bf16 *x, int64_t ld, int64_t rows, int64_t columns) {
+    activations::backward_of(kind, [&](auto operation) {
+#pragma unroll 1
+        for (int chunk = lane_id(); chunk < PIECE_BYTES / 16; chunk += 32) {
+            const int row = chunk / 8, column = 8 * ((chunk ^ row) % 8);
+            if (row >= rows || column >= columns) continue; // not stored
+            const Pack<float, 8> at = load_reals<8>(x + row * ld + column),
+                                 dy = load_reals<8>(reinterpret_cast<const bf16 *>(piece + 16 * chunk));
+            float dx[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float in[2] = {dy.at[j], at.at[j]};
+                float out[1];
+                operation(in, out);
+                dx[j] = out[0];
+            }
+            write_chunk(piece + 16 * chunk, dx);
+        }
+    });
+}
+
+// The two pieces of a warp.
+struct Pieces {
+    char *memory;
+    int next = 0; // piece to write
+
+    // Store the warp's 16 x TN sums at (row, column) of c.  What is beyond the last row or column of the map is not stored.
+    template <class S, int COUNT>
+    __device__ __forceinline__ void store(const CUtensorMap *c, const CUtensorMap *activated,
+                                          const RowProduct<typename S::Element, typename S::Out> &g, const float (&sum)[COUNT],
+                                          int row, int column) {
+        constexpr int COLUMNS = ROW / int(sizeof(typename S::Out));
+        const int lane = lane_id();
+#pragma unroll
+        for (int n = 0; n < S::TN; n += COLUMNS) {
+            if (column + n >= g.N) return;
+            char *const piece = empty_one();
+            write_piece(piece, sum + n / 2, lane, typename S::Out());
+            if constexpr (S::AFTER == After::derivative) {
+                __syncwarp();
+                differentiate(piece, g.activation.kind, g.activation.at + row * g.ldc + column + n, g.ldc, g.M - row,
+                              g.N - column - n);
+            }
+            send(piece, c, row, column + n);
+            if constexpr (S::AFTER == After::activation) {
+                char *const second = empty_one();
+                activate(second, piece, g.activation.kind);
+                send(second, activated, row, column + n);
+            }
+        }
+    }
+    // Before the block exits.
+    __device__ __forceinline__ void finish() const {
+        if (lane_id() == 0) tma_store_wait_read<0>();
+    }
+
+private:
+    __device__ __forceinline__ char *empty_one() {
+        char *const piece = memory + next * PIECE_BYTES;
+        next ^= 1;
+        if (lane_id() == 0) tma_store_wait_read<1>(); // only the last store may still read, and it reads the other piece
+        __syncwarp();
+        return piece;
+    }
+    static __device__ __forceinline__ void send(const char *piece, const CUtensorMap *map, int row, int column) {
+        fence_proxy_async();
+        __syncwarp();
+        if (lane_id() == 0) {
+            tma_store_2d(map, column, row, piece);
+            tma_store_commit();
+        }
+    }
+};
+
+// The sums of all parts of K, in order.
 template <int TN>
 DEVICE void read_sums(float (&sum)[TN / 2], const float *parts, int64_t splits, int64_t all_rows, int64_t M, int64_t N,
                       int64_t row, int64_t column) {
@@ -129,11 +283,12 @@ DEVICE void read_sums(float (&sum)[TN / 2], const float *parts, int64_t splits, 
 
 template <class S> static __global__ void __launch_bounds__(THREADS, 1)
     hopper_tiles(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                 const __grid_constant__ CUtensorMap c_map, const __grid_constant__ CUtensorMap activated_map, bool c_has_map,
                  RowProduct<typename S::Element, typename S::Out> g) {
     constexpr int TN = S::TN, TK = S::TK;
     using R = Ring<TN>;
     DYN_SHARED(char, shared); // aligned to 1024 bytes for the swizzle
-    uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::SLOTS * R::SLOT), *empty = full + R::SLOTS;
+    uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::BARRIERS), *empty = full + R::SLOTS;
     int *const is_last = reinterpret_cast<int *>(empty + R::SLOTS);
     const int blocks = cluster_size(), rank = cluster_rank();
     if (threadIdx.x == 0) {
@@ -171,6 +326,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
     } else {
         reg_alloc<240>();
         const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+        Pieces pieces{shared + R::PIECES + (group * 4 + warp) * 2 * PIECE_BYTES};
         for (int64_t task = blockIdx.x; task < tiles * g.splits; task += gridDim.x) {
             const int64_t split = task / tiles;
             const int from = static_cast<int>(split) * steps_a_part, to = min(from + steps_a_part, all_steps);
@@ -195,11 +351,11 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                 for (int i = 0; i < TN / 2; i++) sum[i] = 0.0f;
             const TileIndex at = tile_index<16>(task % tiles, tiles_m, tiles_n);
-            const int64_t row = at.m * TM + group * 64 + warp * 16 + lane / 4, column = at.n * TN + lane % 4 * 2;
+            const int64_t first_row = at.m * TM + group * 64 + warp * 16, row = first_row + lane / 4; // of the warp, the lane
+            const int64_t column = at.n * TN + lane % 4 * 2;
             if (at.m * TM >= M) continue;
             if (g.parts) {
-                write_sums<TN, float>(g.parts + split * g.M * g.N, nullptr, g.N, M, g.N, nullptr, false, false, nullptr, sum,
-                                      row, column);
+                write_sums<TN>(g.parts + split * g.M * g.N, nullptr, g.N, M, g.N, sum, row, column);
                 named_bar(1 + group, 128);
                 if (threadIdx.x % 128 == 0)
                     is_last[group] = arrives_last(g.tickets + 2 * (at.m * tiles_n + at.n) + group,
@@ -208,8 +364,14 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                 if (!is_last[group]) continue;
                 read_sums<TN>(sum, g.parts, g.splits, g.M, M, g.N, row, column);
             }
-            write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, g.bias, g.accumulate, g.relu, g.gate, sum, row, column);
+            if (first_row >= M) continue;
+            finish_sums<TN>(sum, g, M, row, column);
+            // the map knows the launch's M
+            if (S::AFTER != After::nothing || (c_has_map && (M == g.M || first_row + PIECE_ROWS <= M)))
+                pieces.store<S>(&c_map, &activated_map, g, sum, static_cast<int>(first_row), static_cast<int>(at.n * TN));
+            else write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, sum, row, column);
         }
+        pieces.finish();
         if (blocks > 1) cluster_sync(); // the other block's warps may still arrive at this block's mbarriers
     }
 }
@@ -220,6 +382,12 @@ template <class Element, class Out> bool hopper_product_fits(const RowProduct<El
     const uintptr_t addresses = reinterpret_cast<uintptr_t>(g.a) | reinterpret_cast<uintptr_t>(g.b);
     const bool aligned = addresses % 16 == 0 && g.lda % whole == 0 && g.ldb % whole == 0;
     return pyops_has_hopper() && aligned && g.K > 0 && g.M <= INT32_MAX && g.N <= INT32_MAX && g.K <= INT32_MAX;
+}
+
+template <class Element, class Out> bool hopper_has_map(const RowProduct<Element, Out> &g) {
+    const uintptr_t addresses = reinterpret_cast<uintptr_t>(g.c) | reinterpret_cast<uintptr_t>(g.activation.result) |
+        reinterpret_cast<uintptr_t>(g.activation.at);
+    return !g.scatter && addresses % 16 == 0 && g.ldc * sizeof(Out) % 16 == 0;
 }
 
 namespace {
@@ -242,45 +410,65 @@ static bool has_clusters(int64_t rows, int64_t columns, int64_t clusters) {
         blocks_for(pairs, clusters) <= blocks_for<int64_t>(rows * columns, pyops_multiprocessors());
 }
 
+// The map of c and of its activation.
+template <class Element, class Out>
+static cudaError_t make_result_map(CUtensorMap *map, const void *c, const RowProduct<Element, Out> &g) {
+    constexpr int SIZE = sizeof(Out);
+    return make_tensor_map_2d(map, c, SIZE, g.N, g.M, g.ldc * SIZE, ROW / SIZE, PIECE_ROWS, true);
+}
+
 template <class S> static cudaError_t launch(const RowProduct<typename S::Element, typename S::Out> &g, cudaStream_t stream) {
     using R = Ring<S::TN>;
     if (const cudaError_t error = allow_shared<hopper_tiles<S>>(R::BYTES); error != cudaSuccess) return error;
     static const int clusters = clusters_at_once(hopper_tiles<S>, 2, THREADS, R::BYTES);
     const int64_t rows = blocks_for<int64_t>(g.M, TM), columns = blocks_for<int64_t>(g.N, S::TN) * g.splits;
     const bool in_pairs = has_clusters(rows, columns, clusters);
-    CUtensorMap a_map, b_map;
+    CUtensorMap a_map, b_map, c_map = {}, activated_map = {};
     Launches launches;
+    const bool c_has_map = hopper_has_map(g);
     launches << make_map<S::A_K, S::TK>(&a_map, g.a, g.M, g.K, g.lda, TM)
              << make_map<S::B_K, S::TK>(&b_map, g.b, g.N, g.K, g.ldb, in_pairs ? S::TN / 2 : S::TN);
+    if (c_has_map) launches << make_result_map(&c_map, g.c, g);
+    if (c_has_map && S::AFTER == After::activation) launches << make_result_map(&activated_map, g.activation.result, g);
     if (launches.error != cudaSuccess) return launches.error;
     const int64_t tasks = (in_pairs ? round_up<int64_t>(rows, 2) : rows) * columns;
     const int64_t most = in_pairs ? 2 * clusters : pyops_multiprocessors();
     const unsigned blocks = static_cast<unsigned>(tasks < most ? tasks : most);
-    return in_pairs ? LAUNCH_CLUSTER(2, hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, g)
-                    : LAUNCH(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, g);
+    return in_pairs
+        ? LAUNCH_CLUSTER(2, hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map, c_has_map,
+                         g)
+        : LAUNCH(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map, c_has_map, g);
 }
 
 // Tiles of 256 columns read less per sum; tiles of 128 columns are twice as many, which fills the device better.
-template <bool A_K, bool B_K, class Element, class Out>
+template <class Wide, class Narrow, class Element, class Out>
 static cudaError_t launch_best(const RowProduct<Element, Out> &g, cudaStream_t stream) {
     const int64_t rows = blocks_for<int64_t>(g.M, TM) * g.splits, processors = pyops_multiprocessors();
     const int64_t wide = 2 * blocks_for(rows * blocks_for<int64_t>(g.N, 256), processors);
     const int64_t narrow = blocks_for(rows * blocks_for<int64_t>(g.N, 128), processors);
-    return wide <= narrow ? launch<Setup<Element, Out, 256, A_K, B_K>>(g, stream)
-                          : launch<Setup<Element, Out, 128, A_K, B_K>>(g, stream);
+    return wide <= narrow ? launch<Wide>(g, stream) : launch<Narrow>(g, stream);
+}
+template <bool A_K, bool B_K, class Element, class Out>
+static cudaError_t launch_layout(const RowProduct<Element, Out> &g, cudaStream_t stream) {
+    return launch_best<Setup<Element, Out, 256, A_K, B_K>, Setup<Element, Out, 128, A_K, B_K>>(g, stream);
 }
 }
 
 template <class Element, class Out> cudaError_t hopper_product(const RowProduct<Element, Out> &g, cudaStream_t stream) {
-    if constexpr (sizeof(Element) == 2) {
-        if (!g.a_k) return g.b_k ? launch_best<false, true>(g, stream) : launch_best<false, false>(g, stream);
-        if (!g.b_k) return launch_best<true, false>(g, stream);
+    if constexpr (sizeof(Out) == 2) {
+        if (g.activation.result) return launch_best<Activating<256>, Activating<128>>(g, stream);
+        if (g.activation.at) return launch_best<Differentiating<256>, Differentiating<128>>(g, stream);
     }
-    return launch_best<true, true>(g, stream);
+    if constexpr (sizeof(Element) == 2) {
+        if (!g.a_k) return g.b_k ? launch_layout<false, true>(g, stream) : launch_layout<false, false>(g, stream);
+        if (!g.b_k) return launch_layout<true, false>(g, stream);
+    }
+    return launch_layout<true, true>(g, stream);
 }
 
 template bool hopper_product_fits(const RowProduct<bf16> &);
 template bool hopper_product_fits(const RowProduct<bf16, bf16> &);
+template bool hopper_has_map(const RowProduct<bf16, bf16> &);
 template cudaError_t hopper_product(const RowProduct<bf16> &, cudaStream_t);
 template cudaError_t hopper_product(const RowProduct<bf16, bf16> &, cudaStream_t);
 template cudaError_t hopper_product(const RowProduct<float> &, cudaStream_t);

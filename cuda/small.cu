@@ -5,6 +5,7 @@
 // four adjacent floats, or one, at a time, and accesses of a warp are coalesced.
 #include <array>
 #include <cmath>
+#include "activation.cuh"
 #include "block.cuh"
 #include "flat.cuh"
 #include "index.cuh"
@@ -54,58 +55,6 @@ struct ReluBackward {
     __device__ bool begin() { return true; }
     __device__ void operator()(const float (&in)[2], float (&dx)[1]) const { dx[0] = in[1] > 0.0f ? in[0] : 0.0f; }
 };
-
-DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-DEVICE float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f * x); } // accurate for negative x, unlike 1 + erf
-
-struct Silu {
-    static constexpr int INPUTS = 1, OUTPUTS = 1;
-    __device__ bool begin() { return true; }
-    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] * sigmoid(x[0]); }
-};
-
-struct SiluBackward {
-    static constexpr int INPUTS = 2, OUTPUTS = 1; // dy, x -> dx
-    __device__ bool begin() { return true; }
-    __device__ void operator()(const float (&in)[2], float (&dx)[1]) const {
-        const float x = in[1], s = sigmoid(x);
-        dx[0] = in[0] * (s + x * (s * (1.0f - s)));
-    }
-};
-
-struct Gelu {
-    static constexpr int INPUTS = 1, OUTPUTS = 1, ROUNDS = 2;
-    __device__ bool begin() { return true; }
-    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] * normal_cdf(x[0]); }
-};
-
-struct GeluBackward {
-    static constexpr int INPUTS = 2, OUTPUTS = 1, ROUNDS = 1; // dy, x -> dx
-    __device__ bool begin() { return true; }
-    __device__ void operator()(const float (&in)[2], float (&dx)[1]) const {
-        const float x = in[1], density = 0.39894228f * expf(-0.5f * x * x); // 1 / sqrt(2 pi)
-        dx[0] = in[0] * (normal_cdf(x) + x * density);
-    }
-};
-
-// Twice the argument of the tanh: sqrt(8 / pi) (x + 0.044715 x^3).  The sigmoid is 0 or 1 where the square is cut.
-DEVICE float cut_square(float x) { return fminf(x * x, 400.0f); }
-DEVICE float gelu_twice(float x) { return x * (1.5957691f + 0.07135482f * cut_square(x)); }
-
-struct GeluTanh {
-    static constexpr int INPUTS = 1, OUTPUTS = 1;
-    __device__ bool begin() { return true; }
-    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] * sigmoid(gelu_twice(x[0])); }
-};
-
-struct GeluTanhBackward {
-    static constexpr int INPUTS = 2, OUTPUTS = 1; // dy, x -> dx
-    __device__ bool begin() { return true; }
-    __device__ void operator()(const float (&in)[2], float (&dx)[1]) const {
-        const float x = in[1], v = gelu_twice(x), s = sigmoid(v), slope = 1.5957691f + 0.21406445f * cut_square(x);
-        dx[0] = in[0] * (s + x * (s * sigmoid(-v)) * slope); // 1 - s would cancel
-    }
-};
 }
 
 // Launch F on arrays of either type.
@@ -154,35 +103,35 @@ extern "C" pyops_status pyops_relu_backward(pyops_real *dx, const pyops_real *dy
 
 extern "C" pyops_status pyops_silu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "silu_forward: n=%lld, expected at least 0", LL(n));
-    return flat_call("silu_forward", Silu{}, {x}, {y}, n, stream);
+    return flat_call("silu_forward", activations::Silu{}, {x}, {y}, n, stream);
 }
 
 extern "C" pyops_status pyops_silu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n,
                                             void *stream) {
     PYOPS_REQUIRE(n >= 0, "silu_backward: n=%lld, expected at least 0", LL(n));
-    return flat_call("silu_backward", SiluBackward{}, {dy, x}, {dx}, n, stream);
+    return flat_call("silu_backward", activations::SiluBackward{}, {dy, x}, {dx}, n, stream);
 }
 
 extern "C" pyops_status pyops_gelu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "gelu_forward: n=%lld, expected at least 0", LL(n));
-    return flat_call("gelu_forward", Gelu{}, {x}, {y}, n, stream);
+    return flat_call("gelu_forward", activations::Gelu{}, {x}, {y}, n, stream);
 }
 
 extern "C" pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n,
                                             void *stream) {
     PYOPS_REQUIRE(n >= 0, "gelu_backward: n=%lld, expected at least 0", LL(n));
-    return flat_call("gelu_backward", GeluBackward{}, {dy, x}, {dx}, n, stream);
+    return flat_call("gelu_backward", activations::GeluBackward{}, {dy, x}, {dx}, n, stream);
 }
 
 extern "C" pyops_status pyops_gelu_tanh_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "gelu_tanh_forward: n=%lld, expected at least 0", LL(n));
-    return flat_call("gelu_tanh_forward", GeluTanh{}, {x}, {y}, n, stream);
+    return flat_call("gelu_tanh_forward", activations::GeluTanh{}, {x}, {y}, n, stream);
 }
 
 extern "C" pyops_status pyops_gelu_tanh_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n,
                                                  void *stream) {
     PYOPS_REQUIRE(n >= 0, "gelu_tanh_backward: n=%lld, expected at least 0", LL(n));
-    return flat_call("gelu_tanh_backward", GeluTanhBackward{}, {dy, x}, {dx}, n, stream);
+    return flat_call("gelu_tanh_backward", activations::GeluTanhBackward{}, {dy, x}, {dx}, n, stream);
 }
 
 extern "C" pyops_status pyops_add_positions_backward(pyops_real *dx, const pyops_real *dy, int64_t n, float scale,

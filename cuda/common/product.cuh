@@ -17,6 +17,14 @@ struct Limit {
     }
 };
 
+// An activation function in the epilogue.  Only hopper_product computes it, where all matrices are bfloat16 and laid out as in
+// pyops_linear_activation, without limit.
+struct Activation {
+    int32_t kind = 0;                       // a pyops_activation
+    bf16 *result = nullptr;                 // not NULL: result = activation(c), of the rounded c; laid out as c
+    const bf16 *at = nullptr;               // not NULL: the rounded c is multiplied by the derivative there; laid out as c
+};
+
 // c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], then max(0, ...) if relu is 1.  The row strides of a, b and c are lda, ldb, ldc.
 // Element: bf16, or float for floats rounded to TF32.   Out: float, or bf16 if Element is.
 template <class Element, class Out = float> struct RowProduct {
@@ -33,11 +41,13 @@ template <class Element, class Out = float> struct RowProduct {
     Limit limit = {};
     const int32_t *scatter = nullptr;       // not NULL: row m of the product is row scatter[m] of c
     const Out *gate = nullptr;              // not NULL: laid out as c, which is 0 where gate is not above 0
+    Activation activation = {};
 };
 
 // The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are
-// multiples of 16 bytes.
+// multiples of 16 bytes.  `has_map`: so are those of c, whose rows are not scattered, and of its activation; required for one.
 template <class Element, class Out> bool hopper_product_fits(const RowProduct<Element, Out> &g);
+template <class Element, class Out> bool hopper_has_map(const RowProduct<Element, Out> &g);
 template <class Element, class Out> cudaError_t hopper_product(const RowProduct<Element, Out> &g, cudaStream_t stream);
 
 // A product with bfloat16 operands, for arrays of any strides (gemm.cu).
@@ -70,6 +80,7 @@ struct RealProduct {
     const int32_t *scatter = nullptr;
     const void *gate = nullptr;             // of the type of c, see RowProduct
     float *row_sums = nullptr;              // not NULL: (M), row_sums[m] += sum_k a[m,k], if the product can add them
+    Activation activation = {};
 };
 // row_sums_added: whether the product has added to row_sums.
 cudaError_t real_product(const RealProduct &g, cudaStream_t stream, bool *row_sums_added);
@@ -84,6 +95,7 @@ struct AnyProduct {
     int32_t accumulate, relu;
     const pyops_real *gate = nullptr;
     float *row_sums = nullptr;
+    Activation activation = {};
 };
 // Products that do not read each other's results, in one launch if that takes less time.  row_sums_added (count): which of them
 // have added to their row_sums.

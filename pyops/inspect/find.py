@@ -189,8 +189,8 @@ class _Finder:
             array = _with_rows(dx.array, rows)
             scalars = self.actions[i].scalars
             adds = any(value for name, value in scalars.items() if name.startswith('accumulate'))      # also of linear_pair
-            if adds or scalars.get('relu') or isinstance(roles.get('g'), Slice):
-                # added to other gradients, or to those from other layers, or passed through ReLU: recompute the product
+            if adds or scalars.get('relu') or 'activation' in scalars or isinstance(roles.get('g'), Slice):
+                # added to other gradients, or to those from other layers, or passed through an activation: recompute it
                 array = _Later(array.shape, lambda: self._product_again(i, roles, array.shape))
             layer.saw('backward', 'grad_input', dx.at, array)
 

@@ -8,7 +8,7 @@ import numpy as np
 from pyops.backend import REAL, as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import FWD
 from pyops.ops.activation import GELU, SiLU
-from pyops.ops.linear import LAYER_DGRAD, LAYER_WGRAD
+from pyops.ops.linear import ACTIVATION_FWD, LAYER_DGRAD, LAYER_WGRAD
 from pyops.ops.relu import ReLU
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal, TensorGradients
 
-ACTIVATIONS = 'relu', 'silu', 'gelu'
+SMOOTH = 'silu', 'gelu'         # the first of pyops_activation in the header
+ACTIVATIONS = 'relu', *SMOOTH
 
 
 class FeedForward:
@@ -29,8 +30,8 @@ class FeedForward:
     Saves    x and h (..., F);  for SiLU and GELU also a (..., F)
     Errors   TypeError and ValueError naming the argument or the parameter
     Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.3
-    Notes    the products apply ReLU and its derivative to their sums while they are in registers; SiLU and GELU take another
-             pass over h, and one over dh
+    Notes    the products apply ReLU and its derivative to their sums while they are in registers, and large products of
+             bfloat16 on a GPU do so with SiLU and GELU; otherwise these take another pass over h, and one over dh
     """
 
     class Ctx(NamedTuple):
@@ -54,10 +55,12 @@ class FeedForward:
         F, D = self.w1.value.shape
         check('x', x, (*np.shape(x)[:-1], D), REAL)
         h, y = empty((*x.shape[:-1], F), x.dtype, f'{self.name}.h'), empty(x.shape, x.dtype, f'{self.name}.y')
-        a = self._inner(h)
-        gemm(as_rows(a), as_rows(x), self.w1.operand(x.dtype).T, self.b1.value, relu=a is h)
-        note_product(self, FWD, 'w1', weight=self.w1, bias=self.b1, rows=x.shape[:-1])
-        self._activate(h, a)
+        a, weight = self._inner(h), self.w1.operand(x.dtype)
+        if a is h:
+            gemm(as_rows(h), as_rows(x), weight.T, self.b1.value, relu=True)
+        else:
+            launch('linear_activation', h, a, x, weight, self.b1.value, *as_rows(h).shape, D, SMOOTH.index(self.activation))
+        note_product(self, FWD if a is h else ACTIVATION_FWD, 'w1', weight=self.w1, bias=self.b1, rows=x.shape[:-1])
         gemm(as_rows(y), as_rows(h), self.w2.operand(x.dtype).T, self.b2.value)
         note_product(self, FWD, 'w2', weight=self.w2, bias=self.b2, rows=x.shape[:-1])
         return y, self.Ctx(x, h, None if a is h else a)
@@ -66,14 +69,6 @@ class FeedForward:
         """Return the array for the result of the first layer: h for ReLU, which the product applies."""
         return h if self.activation == 'relu' else empty(h.shape, h.dtype, f'{self.name}.a')
 
-    def _activate(self, h: Array, a: Array) -> None:
-        if a is not h:
-            launch(f'{self.activation}_forward', h, a, a.size)
-
-    def _activate_backward(self, dh: Array, h: Array, a: Array | None) -> None:
-        """Replace dh by da."""
-        launch(f'{self.activation}_backward', dh, dh, h if a is None else a, dh.size)
-
     def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
         """Return dx.  into: add dx to this array, which may be dy, and return it."""
         check('dy', dy, ctx.x.shape, ctx.x.dtype)
@@ -81,12 +76,13 @@ class FeedForward:
             check('into', into, ctx.x.shape, ctx.x.dtype)
         x, h, dy = as_rows(ctx.x), as_rows(ctx.h), as_rows(dy)
         (R, F), D = h.shape, x.shape[1]
-        dh = empty_gradient((R, F), f'{self.name}.dh', dy.dtype)
-        launch('linear_backward', dh, self.w2.grad, self.b2.grad, dy, h, self.w2.operand(dy.dtype), R, D, F, ctx.a is None,
-               False)
+        dh, weight = empty_gradient((R, F), f'{self.name}.dh', dy.dtype), self.w2.operand(dy.dtype)
+        if ctx.a is None:
+            launch('linear_backward', dh, self.w2.grad, self.b2.grad, dy, h, weight, R, D, F, True, False)
+        else:
+            launch('linear_activation_backward', dh, self.w2.grad, self.b2.grad, dy, h, ctx.a, weight, R, D, F,
+                   SMOOTH.index(self.activation))
         self._note('w2', self.w2)
-        if ctx.a is not None:
-            launch(f'{self.activation}_backward', dh, dh, ctx.a, dh.size)
         dx = empty_gradient(ctx.x.shape, f'{self.name}.dx', dy.dtype) if into is None else into   # dy is no longer needed
         launch('linear_backward', dx, self.w1.grad, self.b1.grad, dh, x, self.w1.operand(dy.dtype), R, F, D, False,
                into is not None)

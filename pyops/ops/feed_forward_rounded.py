@@ -44,7 +44,8 @@ class QuantizedFeedForward(FeedForward):
         h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
         a = self._inner(h)
         first = self.first.forward(a, x, relu=a is h)
-        self._activate(h, a)
+        if a is not h:
+            launch(f'{self.activation}_forward', h, a, a.size)
         return y, self.Ctx(x.shape, h, None if a is h else a, first, self.second.forward(y, h))
 
     def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
@@ -56,7 +57,7 @@ class QuantizedFeedForward(FeedForward):
         dh = empty_gradient(h.shape, f'{self.name}.dh')
         launch('column_sums', self.b2.grad, dy, *dy.shape)
         self.second.backward(dy, ctx.second, dh)
-        self._activate_backward(dh, h, ctx.a)
+        launch(f'{self.activation}_backward', dh, dh, h if ctx.a is None else ctx.a, dh.size)       # dh becomes da
         launch('column_sums', self.b1.grad, dh, *dh.shape)
         dx = empty_gradient(ctx.shape, f'{self.name}.dx') if into is None else into       # dy is no longer needed
         self.first.backward(dh, ctx.first, dx, into is not None)

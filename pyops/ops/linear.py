@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal, Sizes, TensorGradients
 
-# of linear_backward
+# of linear_backward and linear_activation_backward
 LAYER_WGRAD = Product('wgrad', {'g': 'dy', 'x': 'x'})
 LAYER_DGRAD = Product('dgrad', {'g': 'dy', 'w': 'weight', 'dx': 'dx'})
+# of linear_activation
+ACTIVATION_FWD = Product('fwd', {'x': 'x', 'w': 'weight', 'y': 'a'})
 # of linear_pair and linear_pair_backward, for each layer of the pair
 PAIR_FWD = [Product('fwd', {'x': f'x{i}', 'w': f'weight{i}', 'y': f'y{i}'}) for i in (1, 2)]
 PAIR_WGRAD, PAIR_DGRAD = ([product.replaced(roles={role: f'{name}{i}' for role, name in product.roles.items()}) for i in (1, 2)]
@@ -205,5 +207,7 @@ def _flops_of_pair(s: Sizes) -> int:
 
 
 declare(linear_backward=Kernel(lambda s, array: (2 if array('dx') is None else 4) * s['R'] * s['O'] * s['I']),
+        linear_activation=Kernel(lambda s, array: 2 * s['R'] * s['O'] * s['I']),
+        linear_activation_backward=Kernel(lambda s, array: 4 * s['R'] * s['O'] * s['I']),
         linear_pair=Kernel(lambda s, array: _flops_of_pair(s)),
         linear_pair_backward=Kernel(lambda s, array: 2 * _flops_of_pair(s)))

@@ -282,6 +282,40 @@ def test_linear_backward_refuses_relu_without_dx_or_with_a_sum(dx, relu, accumul
         launch('linear_backward', x.copy() if dx else None, x, None, x, x, x, 2, 2, 2, relu, accumulate)
 
 
+@pytest.mark.parametrize('R,O,I', [(0, 3, 2), (1, 1, 1), (7, 0, 3), (7, 3, 0), (33, 9, 40), (1152, 64, 70)])
+@pytest.mark.parametrize('kind,activation', [*enumerate(('silu', 'gelu', 'gelu_tanh'))])
+def test_a_linear_layer_with_an_activation_has_the_bits_of_two_kernels(R, O, I, kind, activation):
+    rng = np.random.default_rng(R)
+    dy, x, at, weight, bias = (rng.standard_normal(s).astype('f') for s in ((R, O), (R, I), (R, I), (O, I), (O,)))
+    y, a, want_y, want_a = (np.full((R, O), np.nan, 'f') for _ in range(4))
+    launch('linear_activation', y, a, x, weight, bias, R, O, I, kind)
+    launch('gemm', want_a, x, weight, bias, R, O, I, O, I, 1, 1, I, 0, 0)
+    launch(f'{activation}_forward', want_y, want_a, R * O)
+    assert y.tobytes() == want_y.tobytes() and a.tobytes() == want_a.tobytes()
+    (dx, want_dx), (dweight, want_dweight), (dbias, want_dbias) = (
+        [np.full(shape, value, 'f') for _ in range(2)] for shape, value in (((R, I), np.nan), ((O, I), 0.5), (O, -0.5)))
+    launch('linear_activation_backward', dx, dweight, dbias, dy, x, at, weight, R, O, I, kind)
+    launch('linear_backward', want_dx, want_dweight, want_dbias, dy, x, weight, R, O, I, 0, 0)
+    launch(f'{activation}_backward', want_dx, want_dx, at, R * I)
+    for got, want in (dx, want_dx), (dweight, want_dweight), (dbias, want_dbias):
+        assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize('kernel,arrays', [('linear_activation', 5), ('linear_activation_backward', 7)])
+@pytest.mark.parametrize('sizes,kind,message', [((2, -1, 2), 0, 'R=2 O=-1 I=2, expected at least 0'), (
+    (2, 2, 2), 3, r'activation=3, expected 0 \(SiLU\), 1 \(GELU\) or 2 \(GELU with tanh\)')])
+def test_a_linear_layer_with_an_activation_refuses_wrong_numbers(kernel, arrays, sizes, kind, message):
+    x = np.zeros((2, 2), 'f')
+    with pytest.raises(ValueError, match=f'{kernel}: {message}'):
+        launch(kernel, *[x] * arrays, *sizes, kind)
+
+
+def test_the_gradients_of_an_activation_need_dx():
+    x = np.zeros((2, 2), 'f')
+    with pytest.raises(ValueError, match='linear_activation_backward: dx is NULL, expected an array'):
+        launch('linear_activation_backward', None, *[x] * 6, 2, 2, 2, 0)
+
+
 @pytest.mark.parametrize('sizes', [((1, 1, 1), (5, 4, 3)), ((33, 9, 40), (70, 64, 33)), ((260, 256, 256), (270, 512, 256)),
                                    ((0, 3, 2), (7, 3, 5)), ((6, 3, 0), (6, 1, 1)), ((1152, 64, 70), (9, 300, 2049))])
 @pytest.mark.parametrize('adds', [(0, 0), (0, 1), (1, 1)])

@@ -6,6 +6,7 @@ are cut into parts, several kernels for one product.
 import ctypes
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -347,6 +348,73 @@ def test_blocks_that_share_loads_compute_the_bits_of_blocks_alone(M, N, K, acros
         assert (c[:, N:] == start[:, N:]).all(), 'wrote beyond its block'
 
 
+def placed(x, ld, shift):
+    """Return a copy of x in the middle of sevens, and all of that memory.  Rows are ld elements apart, and the first one is
+    `shift` elements after a multiple of 16 bytes."""
+    memory = np.full(len(x) * ld + 32, 7, x.dtype)
+    start = -memory.ctypes.data % 16 // x.itemsize + 8 + shift
+    block = memory[start:start + len(x) * ld].reshape(len(x), ld)[:, :x.shape[1]]
+    block[...] = x
+    return block, memory
+
+
+@pytest.mark.parametrize('wanted', (NEVER, ALWAYS))
+@pytest.mark.parametrize('M,N,K', [*SHARED_SIZES, (257, 193, 72), (272, 64, 72)])
+def test_bulk_stores_write_the_bits_that_lanes_write(M, N, K, wanted, multicast):
+    """Bulk stores write a c whose rows are at multiples of 16 bytes, lanes another one; no neighbour of c changes."""
+    rng = np.random.default_rng([M, N, K])
+    a, b = stored_bf16(rng, M, K, False), stored_bf16(rng, K, N, True)
+    bias, before = rng.standard_normal(N).astype(np.float32), rng.standard_normal((M, N)).astype(np.float32)
+    multicast(wanted)
+    for out, accumulate, given, relu in itertools.product((np.float32, np.uint16), (0, 1), (None, bias), (0, 1)):
+        found = []
+        for shift in 0, 1:
+            c, memory = placed(before if out == np.float32 else bf16(before), -(-N // 8) * 8 + 8, shift)
+            gemm_real(c, a, b, given, accumulate, relu)
+            found.append(c.copy())
+            c[...] = 7
+            assert (memory == 7).all(), 'wrote beyond its block'
+        assert (found[0] == found[1]).all()
+        exact = wide(a).astype(np.float64) @ wide(b) + (0 if given is None else given)
+        exact += accumulate * (before if out == np.float32 else wide(bf16(before)))
+        exact = np.maximum(exact, 0) if relu else exact
+        c = found[0] if out == np.float32 else wide(found[0])
+        rounding = 0 if out == np.float32 else 2.0**-8 * np.abs(exact)
+        assert (np.abs(c - exact) <= bound(wide(a), wide(b), 8) + rounding).all()
+
+
+ACTIVATIONS = 'silu', 'gelu', 'gelu_tanh'              # as numbered by pyops_activation
+
+
+# Rows of c at the end of a piece of 16 and within it, c of one piece and with an end within a piece, and a sum in parts.
+@pytest.mark.parametrize('wanted', (NEVER, ALWAYS))
+@pytest.mark.parametrize('activation', ACTIVATIONS)
+@pytest.mark.parametrize('R,O,I', [(257, 520, 136), (272, 64, 264), (300, 264, 72), (100, 120, 2056), (100, 2056, 120)])
+def test_an_activation_in_the_epilogue_has_the_bits_of_its_kernel(R, O, I, activation, wanted, multicast):
+    """Shift 0 has it in the epilogue, as the test of launches below shows; shift 1 has no bulk stores, so a kernel follows."""
+    rng, kind = np.random.default_rng([R, O, I]), ACTIVATIONS.index(activation)
+    x, dy, weight = (matrix_bf16(rng, rows, columns, columns, 0) for rows, columns in ((R, I), (R, O), (O, I)))
+    bias, at = rng.standard_normal(O).astype(np.float32), bf16(3 * rng.standard_normal((R, I)))
+    multicast(wanted)
+    want_a, want_dx = (placed(np.zeros((R, n), np.uint16), n, 0)[0] for n in (O, I))
+    want_y, want_dweight, want_dbias = np.empty_like(want_a), np.ones((O, I), np.float32), np.ones(O, np.float32)
+    gemm_real(want_a, x, weight.T, bias)
+    call(f'{activation}_forward', real(want_y), real(want_a), R * O)
+    call('linear_backward', real(want_dx), want_dweight, want_dbias, real(dy), real(x), real(weight), R, O, I, 0, 0)
+    call(f'{activation}_backward', real(want_dx), real(want_dx), real(at), R * I)
+    for shift in 0, 1:
+        (y, of_y), (a, of_a), (dx, of_dx), (there, _) = (placed(array, array.shape[1], shift)
+                                                         for array in (want_y ^ 1, want_a ^ 1, want_dx ^ 1, at))
+        dweight, dbias = np.ones((O, I), np.float32), np.ones(O, np.float32)
+        call('linear_activation', real(y), real(a), real(x), real(weight), bias, R, O, I, kind)
+        call('linear_activation_backward', real(dx), dweight, dbias, real(dy), real(x), real(there), real(weight), R, O, I,
+             kind)
+        for got, want in (y, want_y), (a, want_a), (dx, want_dx), (dweight, want_dweight), (dbias, want_dbias):
+            assert got.tobytes() == want.tobytes()
+        y[...], a[...], dx[...] = 7, 7, 7
+        assert all((memory == 7).all() for memory in (of_y, of_a, of_dx)), 'wrote beyond its block'
+
+
 @pytest.mark.parametrize('p', (TF32, BF16), ids=('tf32', 'bf16'))
 def test_converted_operands_are_shared_with_the_same_bits(p, precision, multicast):
     rng = np.random.default_rng(9)
@@ -396,18 +464,38 @@ for M, N, K, wanted in SIZES:
 '''
 
 
-def listed(tmp_path, sizes, processors=4):
-    """Return for each product (M, N, K, multicast), of bfloat16 arrays along K, its blocks and blocks per cluster."""
+def launches(tmp_path, code, processors=4):
+    """Return the lines of EMU_LAUNCHES for some code, each as a list of its columns."""
     path = tmp_path / 'launches'
     path.unlink(missing_ok=True)
     folders = os.pathsep.join(str(ROOT / path) for path in ('', 'tests', 'tests/helpers', 'tests/cuda'))
     environment = os.environ | {'PYTHONPATH': folders, 'EMU_LAUNCHES': str(path), 'EMU_MULTIPROCESSORS': str(processors)}
-    done = subprocess.run([sys.executable, '-c', LISTED.replace('SIZES', repr(sizes))], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    lines = [line.split('\t') for line in path.read_text().splitlines()]
+    return [line.split('\t') for line in path.read_text().splitlines()]
+
+
+def listed(tmp_path, sizes, processors=4):
+    """Return for each product (M, N, K, multicast), of bfloat16 arrays along K, its blocks and blocks per cluster."""
+    lines = launches(tmp_path, LISTED.replace('SIZES', repr(sizes)), processors)
     assert len(lines) == len(sizes) and all(line[0].startswith('hopper_tiles') for line in lines)
     return [(int(line[1].split(',')[0]), int(line[4])) for line in lines]
+
+
+ACTIVATED = '''
+import test_cuda_gemm as here
+R, O, I, mark = 257, 520, 136, 1 << 63
+def at(i): return mark | i << 20
+here.call("linear_activation", at(1) + FIRST, at(2), at(3), at(4), None, R, O, I, 1)
+here.call("linear_activation_backward", at(5), 6 << 20, None, at(7), at(3), at(8) + FIRST, at(4), R, O, I, 1)
+'''
+
+
+@pytest.mark.parametrize('first,names', [
+    (0, ['hopper_tiles'] * 3), (2, ['hopper_tiles', 'flat', 'hopper_tiles', 'hopper_tiles', 'flat'])])
+def test_an_activation_takes_no_launch_where_its_arrays_are_aligned(first, names, tmp_path):
+    found = launches(tmp_path, ACTIVATED.replace('FIRST', str(first)))
+    assert [re.search(r'\w+', line[0])[0] for line in found] == names
 
 
 def test_the_sizes_above_are_computed_by_wgmma_in_clusters_and_without(tmp_path):

@@ -357,6 +357,31 @@ def test_feed_forward_rounds_its_inner_rows_and_results(rows, D, F, on_gpu):
         assert (error <= HALF * terms + SUMS * np.abs(theirs).max()).all(), name
 
 
+@pytest.mark.parametrize('activation', ['silu', 'gelu'])
+@pytest.mark.parametrize(('rows', 'D', 'F'), [(3, 5, 7), (40, 64, 96), (260, 136, 264)])
+def test_a_smooth_feed_forward_layer_rounds_its_inner_rows_and_results(rows, D, F, activation, on_gpu):
+    rng = np.random.default_rng(rows)
+    values = [numbers(rng, F, D), numbers(rng, F), numbers(rng, D, F), numbers(rng, D)]
+    values[0], values[2] = rounded(values[0] / np.float32(8)), rounded(values[2] / np.float32(8))
+    x, dy = numbers(rng, rows, D), numbers(rng, rows, D)
+    exact, got = forward_and_backward(lambda *parameters: FeedForward(*parameters, activation=activation), values, [x],
+                                      lambda _: dy)
+    w1, b1, w2, _ = values
+    a = x @ w1.T + b1
+    slope, dh = 1.2, np.abs(dy @ w2)                    # the largest derivative of both is 1.13
+    change = HALF * np.abs(a) * slope                   # of h by the rounding of a
+    h = np.abs(a)
+    within(got[0], exact[0], 'y', (h + change / HALF) @ np.abs(w2.T))
+    da = slope * dh
+    bent = 0.8 * dh * np.abs(a)                         # the second derivative is at most 0.8
+    within(got[1], exact[1], 'dx', (2 * da + bent) @ np.abs(w1))
+    for name, theirs, ours, terms in zip(('dw1', 'db1', 'dw2', 'db2'), exact[2:], got[2:],
+                                         ((2 * da + bent).T @ np.abs(x), (2 * da + bent).sum(0),
+                                          np.abs(dy.T) @ (h + change / HALF), 0), strict=True):
+        error = np.abs(get(ours) - theirs)
+        assert (error <= HALF * terms + SUMS * np.abs(theirs).max()).all(), name
+
+
 @pytest.mark.parametrize('precision', ['fp32', 'tf32', 'bf16'])
 def test_the_output_layer_of_float32_adds_the_parts_of_dx_in_any_precision(precision, on_gpu):
     """Few rows and many words: the vocabulary is divided into parts."""
