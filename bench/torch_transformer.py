@@ -2,6 +2,7 @@
 
 It uses scaled_dot_product_attention; sequences are batch-first, (B, T).
 """
+import functools
 import math
 
 import torch
@@ -11,6 +12,9 @@ from torch.nn import functional as F
 from bench.torch_step import greedy
 from pyops.text.vocabulary import PAD
 from transformer.export import torch_names
+
+# the functions of pyops.ops.feed_forward.ACTIVATIONS
+ACTIVATIONS = {'relu': F.relu, 'silu': F.silu, 'gelu': F.gelu, 'gelu_tanh': functools.partial(F.gelu, approximate='tanh')}
 
 
 class MultiHeadAttention(nn.Module):
@@ -32,7 +36,7 @@ class Block(nn.Module):
     def __init__(self, config, is_decoder, dtype):
         super().__init__()
         D = config.d_model
-        self.pre_norm, self.activation = config.pre_norm, getattr(F, config.activation)
+        self.pre_norm, self.activation = config.pre_norm, ACTIVATIONS[config.activation]
         self.self_attention = MultiHeadAttention(config, dtype)
         self.cross_attention = MultiHeadAttention(config, dtype) if is_decoder else None
         self.w1, self.w2 = nn.Linear(D, config.d_ff, dtype=dtype), nn.Linear(config.d_ff, D, dtype=dtype)

@@ -1,4 +1,6 @@
 """The transformer in the formats of other programs; pyops.export writes them."""
+import math
+
 import numpy as np
 
 from pyops import backend
@@ -63,7 +65,8 @@ _LONGEST = 2048         # rows of the position table; by default CTranslate2 cut
 def ctranslate2_spec(config, weights, tokens):
     """Return the ctranslate2.specs.TransformerSpec.   tokens: of sources and of targets, in the order of their ids"""
     from ctranslate2.specs import Activation, TransformerSpec
-    activation = {'relu': Activation.RELU, 'silu': Activation.SWISH, 'gelu': Activation.GELU}[config.activation]
+    activation = {'relu': Activation.RELU, 'silu': Activation.SWISH, 'gelu': Activation.GELU,
+                  'gelu_tanh': Activation.GELUTanh}[config.activation]
     layers = config.layers, config.decoder_layers or config.layers
     # alignment_heads: the attention that it returns is the mean over all heads of the last layer, as in Translation.alignment
     spec = TransformerSpec.from_config(layers, config.heads, pre_norm=config.pre_norm, activation=activation,
@@ -208,6 +211,10 @@ class _Layers:
             x = g.node('Relu', x)
         elif self.config.activation == 'silu':
             x = g.node('Mul', x, g.node('Sigmoid', x))
+        elif self.config.activation == 'gelu_tanh':     # x sigmoid(v), v as in pyops.ops.GELUTanh
+            scale = math.sqrt(8 / math.pi)
+            v = g.node('Mul', x, g.node('Add', g.node('Mul', g.node('Mul', x, x), 0.044715 * scale), scale))
+            x = g.node('Mul', x, g.node('Sigmoid', v))
         else:
             x = g.node('Mul', x, g.node('Add', g.node('Mul', g.node('Erf', g.node('Mul', x, 0.5 ** 0.5)), 0.5), 0.5))
         return g.linear(x, f'{prefix}.w2', f'{prefix}.b2')

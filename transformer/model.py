@@ -41,7 +41,7 @@ class Config:
     pre_norm: bool = False      # layer norm before each sublayer instead of after its residual sum
     tied: bool = False          # one matrix for both embeddings and the output layer; needs one vocabulary for both languages
     smoothing: float = 0.0      # label smoothing
-    activation: str = 'relu'    # of the feed-forward layers: 'relu', 'silu', 'gelu'
+    activation: str = 'relu'    # of the feed-forward layers: 'relu', 'silu', 'gelu', 'gelu_tanh'
     bias: bool = False          # whether the projections of attention have biases
     halves: bool = False        # positional encodings: all sines, then all cosines, instead of pairs of both
     ops: object = ops           # source of the op classes with matrix products: pyops.ops or a quantization.Family

@@ -38,7 +38,7 @@ def parser():
     add_setting(model, DEFAULTS, '--decoder-layers', type=int_up_to(64), help='blocks of the decoder; 0: as many as --layers')
     add_setting(model, DEFAULTS, '--positions', type=int_up_to(1000), help='encoded positions: the largest num-steps')
     add_setting(model, DEFAULTS, '--activation', metavar='NAME',
-                help='function between the two products of a feed-forward layer: relu, silu or gelu')
+                help='function between the two products of a feed-forward layer: relu, silu, gelu or gelu_tanh')
     model.add_argument('--pre-norm', action=BooleanOptionalAction,
                        help='apply layer norm before each sublayer instead of after its sum (default: after)')
     model.add_argument('--tied', action=BooleanOptionalAction,

@@ -13,7 +13,7 @@ import numpy as np
 
 from pyops.backend import axes, check, empty, launch, work, work_size, zeros
 from pyops.backend.kernels import Kernel, declare
-from pyops.ops.activation import GELU, SiLU
+from pyops.ops.activation import GELU, GELUTanh, SiLU
 from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.gru_rounded import AFTER, BEFORE_1, BEFORE_2
 from pyops.ops.join import ConcatContext
@@ -187,7 +187,7 @@ class CompactFeedForward:
     def __init__(self, w1: Parameter, b1: Parameter, w2: Parameter, b2: Parameter, name: str | None = None,
                  activation: str = 'relu', *, family: CompactWeights) -> None:
         self.name, self.first, self.second = name or w1.owner, family.weight(w1, b1), family.weight(w2, b2)
-        self.activation = {'relu': None, 'silu': SiLU(), 'gelu': GELU()}[activation]
+        self.activation = {'relu': None, 'silu': SiLU(), 'gelu': GELU(), 'gelu_tanh': GELUTanh()}[activation]
 
     def forward(self, x: Array, into: Array | None = None) -> tuple[Array, None]:
         """Return y.   into: add y to this array, and return it"""

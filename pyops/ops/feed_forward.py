@@ -7,7 +7,7 @@ import numpy as np
 
 from pyops.backend import REAL, as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import FWD
-from pyops.ops.activation import GELU, SiLU
+from pyops.ops.activation import GELU, GELUTanh, SiLU
 from pyops.ops.linear import ACTIVATION_FWD, LAYER_DGRAD, LAYER_WGRAD
 from pyops.ops.relu import ReLU
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal, TensorGradients
 
-SMOOTH = 'silu', 'gelu'         # the first of pyops_activation in the header
+SMOOTH = 'silu', 'gelu', 'gelu_tanh'        # in the order of pyops_activation in the header
 ACTIVATIONS = 'relu', *SMOOTH
 
 
@@ -24,14 +24,14 @@ class FeedForward:
     """Apply two linear layers with an activation function between them to each row: ReLU, or one of ACTIVATIONS.
 
     Shapes   x, dx, y, dy (..., D);  w1 (F, D), b1 (F,), w2 (D, F), b2 (D,)
-    Forward  a = x w1' + b1;  h = max(a, 0), or the SiLU or GELU of a;  y = h w2' + b2
+    Forward  a = x w1' + b1;  h = max(a, 0), or SiLU, GELU or GELUTanh of a;  y = h w2' + b2
     Backward da = dy w2 times the derivative of the activation;  dw2 += dy' h;  db2 += sum_r dy[r]
              dx = da w1;  dw1 += da' x;  db1 += sum_r da[r]
-    Saves    x and h (..., F);  for SiLU and GELU also a (..., F)
+    Saves    x and h (..., F);  without ReLU also a (..., F)
     Errors   TypeError and ValueError naming the argument or the parameter
     Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.3
     Notes    the products apply ReLU and its derivative to their sums while they are in registers, and large products of
-             bfloat16 on a GPU do so with SiLU and GELU; otherwise these take another pass over h, and one over dh
+             bfloat16 on a GPU do so with the others; otherwise these take another pass over h, and one over dh
     """
 
     class Ctx(NamedTuple):
@@ -111,7 +111,7 @@ class FeedForward:
     @staticmethod
     def reference(x: np.ndarray, w1: np.ndarray, b1: np.ndarray, w2: np.ndarray, b2: np.ndarray,
                   activation: str = 'relu') -> np.ndarray:
-        formulas = {'relu': ReLU.reference, 'silu': SiLU.reference, 'gelu': GELU.reference}
+        formulas = {'relu': ReLU.reference, 'silu': SiLU.reference, 'gelu': GELU.reference, 'gelu_tanh': GELUTanh.reference}
         return formulas[activation](x @ w1.T + b1) @ w2.T + b2
 
     @staticmethod

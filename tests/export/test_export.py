@@ -29,6 +29,7 @@ SIZES = {'transformer': dict(d_model=16, d_ff=24, heads=2, layers=2), 'seq2seq':
 TRANSFORMERS = {
     'post-norm': {}, 'pre-norm, tied': dict(pre_norm=True, tied=True, decoder_layers=1),
     'gelu': dict(activation='gelu', pre_norm=True),
+    'gelu_tanh': dict(activation='gelu_tanh'),
     'silu, as in Marian': dict(activation='silu', tied=True, bias=True, halves=True)}
 GRUS = {'context': {}, 'attention': dict(attention=2, bidirectional=True), 'one layer': dict(layers=1, bidirectional=True)}
 MODELS = [('transformer', options) for options in TRANSFORMERS.values()] + [('seq2seq', options) for options in GRUS.values()]

@@ -125,8 +125,9 @@ class SmoothFeedForwardRow:
     sizes = ((1, 1, 1, 1), (2, 3, 4, 7), (4, 7, 33, 257))                                         # T, B, D, F
     large = (9, 101, 100, 96)
 
-    def __init__(self, activation):
+    def __init__(self, activation, theirs=None, **options):
         self.name, self.activation = f'feed_forward-{activation}', activation
+        self.theirs, self.options = theirs or activation, options           # PyTorch's function
 
     def build(self, size, rng):
         T, B, D, F = size
@@ -135,7 +136,8 @@ class SmoothFeedForwardRow:
 
     def torch(self, torch, x, w1, b1, w2, b2):
         linear = torch.nn.functional.linear
-        return linear(getattr(torch.nn.functional, self.activation)(linear(x, w1, b1)), w2, b2)
+        h = getattr(torch.nn.functional, self.theirs)(linear(x, w1, b1), **self.options)
+        return linear(h, w2, b2)
 
 
 class LayerNormRow:
@@ -941,6 +943,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
          *(row(with_dropout) for row in (ResidualRow, ResidualNormRow) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          *(SmoothFeedForwardRow(activation) for activation in ('silu', 'gelu')),
+         SmoothFeedForwardRow('gelu_tanh', 'gelu', approximate='tanh'),
          PositionsRow(), HalvesOfPositionsRow(), PackedPositionsRow(), SmoothedLinearCrossEntropyRow(),
          *(BatchNormRow(training) for training in (True, False)),
          *(BatchNormOfImagesRow(training) for training in (True, False)),

@@ -39,6 +39,7 @@ SMALL = dict(d_model=24, d_ff=20, heads=3, num_steps=7)
 
 def torch_loss(torch, model, source, target, labels, step):
     """The model in float64, from its formulas, on padded batches, with our dropout masks.  -> loss, leaves by name."""
+    from bench.torch_transformer import ACTIVATIONS
     config, p = model.config, model.params
     leaves = {name: torch.tensor(p[name].value.astype(np.float64), requires_grad=True) for name in p}
     F = torch.nn.functional
@@ -83,7 +84,7 @@ def torch_loss(torch, model, source, target, labels, step):
 
     def feed_forward(x, prefix):
         w1, b1, w2, b2 = (leaves[f'{prefix}.{name}'] for name in ('w1', 'b1', 'w2', 'b2'))
-        return F.linear(getattr(F, config.activation)(F.linear(x, w1, b1)), w2, b2)
+        return F.linear(ACTIVATIONS[config.activation](F.linear(x, w1, b1)), w2, b2)
 
     def embed(ids, stack, side):
         x = leaves[f'{side}.embedding.weight'][ids] * math.sqrt(config.d_model)
@@ -128,8 +129,9 @@ def test_loss_and_every_gradient_equal_torch(torch, layers, smoothing, pre_norm,
     assert_same_gradients(model.params, leaves)
 
 
-@pytest.mark.parametrize('settings', [dict(activation='silu'), dict(activation='gelu', pre_norm=True), dict(bias=True),
-                                      dict(halves=True), dict(activation='silu', bias=True, halves=True)], ids=str)
+@pytest.mark.parametrize('settings', [dict(activation='silu'), dict(activation='gelu', pre_norm=True),
+                                      dict(activation='gelu_tanh', pre_norm=True), dict(bias=True), dict(halves=True),
+                                      dict(activation='silu', bias=True, halves=True)], ids=str)
 def test_loss_and_gradients_with_other_activations_biases_and_positions_equal_torch(torch, settings):
     config = Config(50, 61, dropout=0.2, **SMALL, **settings)
     model, step, batch = Transformer(config, seed=3), np.array([5]), random_batch(config, 13)
@@ -502,7 +504,7 @@ def test_sizes_that_do_not_go_together_are_refused(tmp_path, monkeypatch, argume
     assert str(error.value) == want
 
 
-@pytest.mark.parametrize('activation', ['silu', 'gelu'])
+@pytest.mark.parametrize('activation', ['silu', 'gelu', 'gelu_tanh'])
 def test_an_activation_is_trained_resumed_and_kept(tmp_path, activation, capsys):
     flags = ['-d', '0', '--layers', '1', *TINY]
     train.main(['-e', '2', '-c', str(tmp_path / 'whole'), *flags, '--activation', activation])
