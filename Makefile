@@ -279,7 +279,7 @@ TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16 compact) $(patsubst
 COVERED := $(filter-out %mutants.py %quantization.py,$(wildcard tests/ops/test_*.py)) $(patsubst %,tests/backend/test_%.py,kernels strided formats \
                scaled_formats hadamard ndarray)
 
-C_FILES = $(shell find csrc cuda -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
+C_FILES = $(shell find csrc cuda bench -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
 lint: .venv/test-ready ## check the Python code with ruff and its types with mypy, the C and CUDA code with clang-format
 	.venv/bin/python -m ruff check
 	.venv/bin/python -m mypy

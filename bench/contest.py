@@ -14,7 +14,8 @@ from bench.results import ROOT
 from pyops.errors import UserError
 from pyops.flags import positive_int
 
-NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile', 'jax': 'JAX', 'jax-scan': 'JAX scan'}
+NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile', 'jax': 'JAX', 'jax-scan': 'JAX scan',
+         'llmc': 'llm.c'}
 BF16 = '-bf16'          # end of the kind of a contestant whose products have bfloat16 factors: for PyTorch autocast
 NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()}
 # in translation: a program and its compute type
@@ -58,19 +59,25 @@ def kinds_of(args, beside_torch, in_bf16=False):
 KEEP_MEMORY = {'MALLOC_MMAP_MAX_': '0', 'MALLOC_TRIM_THRESHOLD_': str(2**40), 'MALLOC_TOP_PAD_': str(2**28)}
 
 
-def environment_of(kind):
+def environment_of(kind, threads=1):
     """Return the environment of a contestant's process.  Variables that are set take precedence."""
+    if kind == 'llmc':                                  # it has no other setting
+        return os.environ | {'OMP_NUM_THREADS': str(threads)}
     return (KEEP_MEMORY if kind.startswith('torch') else {}) | os.environ
 
 
 class Contestant:
-    """A worker process.  turn(*numbers) runs its job and returns its answer, with `seconds` and `peak_mib`."""
+    """A worker process.  turn(*numbers) runs its job and returns its answer, with `seconds`, `cpu_seconds` and `peak_mib`.
 
-    def __init__(self, program, job, kind, folder, threads):
+    command: of a contestant in another language, which answers like bench.worker
+    """
+
+    def __init__(self, program, job, kind, folder, threads, command=None):
         self.kind, self.threads = kind, threads
-        command = [sys.executable, '-m', 'bench.worker', program, job, kind, str(folder), str(threads)]
+        if command is None:
+            command = [sys.executable, '-m', 'bench.worker', program, job, kind, str(folder), str(threads)]
         self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env=environment_of(kind))
+                                        env=environment_of(kind, threads))
         self.answer()                                   # ready
 
     def answer(self):

@@ -1,6 +1,6 @@
 """One contestant of bench.train, bench.translate or bench.quality: `python -m bench.worker PROGRAM JOB KIND FOLDER THREADS`
-reads the numbers of a turn from a line of stdin and answers with a JSON line: seconds of the turn, peak memory of the process
-so far, and the job's own results."""
+reads the numbers of a turn from a line of stdin and answers with a JSON line: seconds of the turn, CPU seconds of all threads,
+peak memory of the process so far, and the job's own results."""
 import contextlib
 import importlib
 import json
@@ -41,10 +41,11 @@ def main(program, job, kind, folder, threads):
     print(json.dumps('ready'), flush=True)
     for line in sys.stdin:
         numbers = map(int, line.split())
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         result = turn(*numbers)
-        seconds = time.perf_counter() - start
-        print(json.dumps(dict(seconds=seconds, peak_mib=round(peak_mib(), 1), **describe(result))), flush=True)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+        answer = dict(seconds=seconds, cpu_seconds=round(cpu_seconds, 7), peak_mib=round(peak_mib(), 1))
+        print(json.dumps(answer | describe(result)), flush=True)
 
 
 if __name__ == '__main__':
