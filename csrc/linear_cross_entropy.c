@@ -4,14 +4,15 @@
  * (ROWS x V) are in cache:
  *   1  logits = x weight' + bias, maxima    threads share columns of the vocabulary
  *   2  e = exp(logits - max), loss          threads share rows
- *   3  dx = dlogits weight                  threads share rows
+ *   3  dx = dlogits weight                  threads share columns, and if there are few of them also rows
  *   4  dweight += dlogits' x, dbias         threads share rows of weight
  * A row of dlogits is dloss / (valid sum(e)) (e - sum(e) target).  The factor dloss / (valid sum(e)) is not applied to the row:
  * phase 3 applies it to dx, and phase 4 uses x scaled by it.  So there is one exponential and one pass over the logits between
  * the products.
  * This takes three products, not the four of a separate backward (which would compute the logits again), and no (R,V) matrix.
- * weight is packed once for phase 1 and once for phase 3.  Every sum runs in the order of the rows in a block, of the blocks,
- * or of the vocabulary, independent of the threads.
+ * weight is packed once for phase 1 and once for phase 3 if several blocks use it and it is small.  Otherwise each thread packs a
+ * part of it just before the product: the same multiply-adds, without two copies of a large weight.  Every sum runs in the order
+ * of the rows in a block, of the blocks, or of the vocabulary, independent of the threads.
  */
 #include <math.h>
 #include <omp.h>
@@ -19,16 +20,19 @@
 #include "internal.h"
 #include "kernels/math.inc"
 
-/* Rows in a block, a multiple of the tile heights 14 and 6: 252 x 13387 logits take 13 MB of L3, and weight and dweight are
- * read once per 252 rows. */
-#define ROWS PYOPS_TUNED(linear_cross_entropy_rows, 252, 1, 504, 1)
+/* The most rows in a block: 280 x 13387 logits take 15 MB of L3, and weight and dweight are read once per block.  Blocks are
+ * about equally high, because a block of few rows reads as much as one of many. */
+#define ROWS PYOPS_TUNED(linear_cross_entropy_rows, 280, 1, 504, 1)
+
+/* The most floats of a weight that is packed ahead, in two copies of at most 64 MiB. */
+#define AHEAD PYOPS_TUNED(linear_cross_entropy_ahead, 1 << 24, 0, 1 << 24, 1)
 
 /* The logits of a block are stored in chunks of COLUMNS columns, (ROWS, COLUMNS) each, rows LD apart.  With rows of all V
  * columns every row would be on another page, and with a stride of 2 KiB all rows would map to the same cache sets. */
 enum { COLUMNS = 512, LD = COLUMNS + 16 };
 _Static_assert(COLUMNS % PYOPS_KC == 0, "a chunk of weight must be whole packed blocks");
 
-typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, maxima, factors, total; } layout;
+typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, maxima, factors, total, ahead; } layout;
 
 static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t V, int gradients) {
     const int64_t block = pyops_min(R, ROWS);
@@ -38,19 +42,27 @@ static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t 
     l.factors = l.losses + block;                       /* losses of its rows (ROWS) */
     l.maxima = l.factors + block;                       /* factors of the rows of dlogits (ROWS) */
     l.logits = l.maxima + (V + COLUMNS - 1) / COLUMNS * block;  /* largest logits of each chunk (V/COLUMNS,ROWS) */
-    l.w_logits = l.logits + (V + COLUMNS - 1) / COLUMNS * block * LD;   /* chunks of logits (ROWS,COLUMNS) */
-    l.total = l.w_logits + pyops_packed_b_size(k, D, V);        /* weight' packed (D,V) */
-    if (!gradients) return l;
-    l.dx = l.total;                                     /* dx of a block (ROWS,D) */
-    l.x_packed = l.dx + block * D;                      /* x of a block packed (ROWS,D) */
-    l.w_dx = l.x_packed + pyops_packed_b_size(k, block, D);
-    l.total = l.w_dx + pyops_packed_b_size(k, V, D);    /* weight packed (V,D) */
+    l.dx = l.logits + (V + COLUMNS - 1) / COLUMNS * block * LD; /* chunks of logits (ROWS,COLUMNS) */
+    l.x_packed = l.dx + (gradients ? block * D : 0);    /* dx of a block (ROWS,D) */
+    l.w_logits = l.x_packed + (gradients ? pyops_packed_b_size(k, block, D) : 0);       /* x of a block packed (ROWS,D) */
+    l.total = l.w_logits;
+    l.ahead = R > ROWS && D * V <= AHEAD;
+    if (!l.ahead) return l;
+    l.w_dx = l.w_logits + pyops_packed_b_size(k, D, V);         /* weight' packed (D,V) */
+    l.total = l.w_dx + (gradients ? pyops_packed_b_size(k, V, D) : 0);  /* weight packed (V,D) */
     return l;
 }
 
 /* The chunk of logits with column v, in a block of `block` rows.  COLUMNS is a multiple of KC, so a chunk of weight is also a
  * whole number of packed blocks. */
 static float *chunk(float *logits, int64_t block, int64_t v) { return logits + v / COLUMNS * block * LD; }
+
+/* The largest divisor of `threads` that is at most `most`. */
+static int64_t columns_of_grid(int64_t threads, int64_t most) {
+    int64_t columns = pyops_min(threads, most);
+    while (threads % columns) columns--;
+    return columns;
+}
 
 int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients) {
     return make_layout(pyops_active(), R, D, V, gradients).total;
@@ -67,7 +79,9 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const layout l = make_layout(k, R, D, V, gradients);
-    const int64_t n_valid = valid[0], block = pyops_min(R, ROWS);
+    const int64_t n_valid = valid[0], block = pyops_min(R, ROWS), blocks = (n_valid + ROWS - 1) / ROWS;
+    /* rows of each block but the last: whole tiles, if that makes no block too high */
+    const int64_t even = blocks ? (n_valid + blocks - 1) / blocks : 0, height = pyops_min(pyops_round_up(even, k->MR), block);
 
     int32_t *row = (int32_t *)(work + l.rows);
     for (int64_t r = 0, n = 0; r < R; r++)
@@ -84,24 +98,31 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     float *const x_b = work + l.x, *const dx_b = work + l.dx, *const logits = work + l.logits, *const losses = work + l.losses;
     float *const maxima = work + l.maxima, *const factors = work + l.factors;
     const float scale = n_valid ? (adds ? dloss[0] : 1.0f) / (float)n_valid : 0.0f;
+    /* (D,COLUMNS) or (COLUMNS,D) */
+    const size_t part_size = l.ahead ? 0 : (size_t)(pyops_round_up(D, k->NR) * pyops_round_up(COLUMNS, k->NR));
     double sum = 0.0;
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS)
     {
-        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
-        #pragma omp for schedule(dynamic) nowait
-        for (int64_t v = 0; v < V; v += COLUMNS)
-            pyops_pack_b(k, work + l.w_logits, weight_t, D, V, v, pyops_min(v + COLUMNS, V));
-        if (gradients) {
-            #pragma omp for schedule(dynamic)
-            for (int64_t d = 0; d < D; d += k->NR) pyops_pack_b(k, work + l.w_dx, weight_n, V, D, d, pyops_min(d + k->NR, D));
+        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k) + part_size, &failed);
+        float *const part = scratch ? scratch + pyops_product_scratch(k) : NULL;        /* of weight packed */
+        if (l.ahead) {
+            #pragma omp for schedule(dynamic) nowait
+            for (int64_t v = 0; v < V; v += COLUMNS)
+                pyops_pack_b(k, work + l.w_logits, weight_t, D, V, v, pyops_min(v + COLUMNS, V));
+            #pragma omp for schedule(dynamic) nowait
+            for (int64_t d = 0; d < (gradients ? D : 0); d += k->NR)
+                pyops_pack_b(k, work + l.w_dx, weight_n, V, D, d, pyops_min(d + k->NR, D));
         }
         #pragma omp barrier                             /* makes `failed` and the packed weights visible */
         const int go_on = !failed;
+        const int64_t threads = omp_get_num_threads();
+        const int64_t across = columns_of_grid(threads, (D + k->NR - 1) / k->NR), down = threads / across;
+        const int64_t width = pyops_round_up((D + across - 1) / across, k->NR);
 
-        for (int64_t r0 = 0; go_on && r0 < n_valid; r0 += ROWS) {
-            const int64_t rows = pyops_min(ROWS, n_valid - r0), threads = omp_get_num_threads();
-            const int64_t share = pyops_round_up((rows + threads - 1) / threads, k->MR);
+        for (int64_t r0 = 0; go_on && r0 < n_valid; r0 += height) {
+            const int64_t rows = pyops_min(height, n_valid - r0);
+            const int64_t share = pyops_round_up((rows + down - 1) / down, k->MR);
             #pragma omp for schedule(static)
             for (int64_t r = 0; r < rows; r++) memcpy(x_b + r * D, x + row[r0 + r] * D, (size_t)D * sizeof *x_b);
 
@@ -110,8 +131,13 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t v = 0; v < V; v += COLUMNS) {
                 const int64_t n = pyops_min(COLUMNS, V - v);
                 float *z = chunk(logits, block, v);
-                pyops_product_packed(k, z - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias, rows, V, D, v, v + n, 0,
-                                     scratch);
+                if (l.ahead) {
+                    pyops_product_packed(k, z - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias, rows, V, D, v, v + n,
+                                         0, scratch);
+                } else {
+                    pyops_pack_b(k, part, (pyops_view){weight + v * D, 1, D}, D, n, 0, n);
+                    pyops_product_packed(k, z, LD, (pyops_view){x_b, D, 1}, part, bias + v, rows, n, D, 0, n, 0, scratch);
+                }
                 for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r * LD, n);
             }
             /* phase 2 */
@@ -153,13 +179,23 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t d = 0; d < D; d += k->NR)
                 pyops_pack_b(k, work + l.x_packed, (pyops_view){x_b, D, 1}, rows, D, d, pyops_min(d + k->NR, D));
             #pragma omp for schedule(static)
-            for (int64_t r = 0; r < rows; r += share) {
-                const int64_t n = pyops_min(share, rows - r);
-                for (int64_t v = 0; v < V; v += COLUMNS)
-                    pyops_product_packed(k, dx_b + r * D, D, (pyops_view){chunk(logits, block, v) + r * LD, LD, 1},
-                                         work + l.w_dx + pyops_packed_b_row(k, v, D), NULL, n, D, pyops_min(COLUMNS, V - v), 0,
-                                         D, v ? PYOPS_ADD : 0, scratch);
-                for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i] * D, dx_b + i * D, factors[i], D);
+            for (int64_t t = 0; t < threads; t++) {
+                const int64_t r = t / across * share, n = pyops_min(share, rows - r);
+                const int64_t d = t % across * width, d1 = pyops_min(d + width, D);
+                if (n <= 0 || d >= D) continue;
+                for (int64_t v = 0; v < V; v += COLUMNS) {
+                    const int64_t K = pyops_min(COLUMNS, V - v);
+                    const pyops_view dz = {chunk(logits, block, v) + r * LD, LD, 1};
+                    const int flags = v ? PYOPS_ADD : 0;
+                    if (l.ahead) {
+                        pyops_product_packed(k, dx_b + r * D, D, dz, work + l.w_dx + pyops_packed_b_row(k, v, D), NULL, n, D, K,
+                                             d, d1, flags, scratch);
+                    } else {
+                        pyops_pack_b(k, part, (pyops_view){weight + v * D + d, D, 1}, K, d1 - d, 0, d1 - d);
+                        pyops_product_packed(k, dx_b + r * D + d, D, dz, part, NULL, n, d1 - d, K, 0, d1 - d, flags, scratch);
+                    }
+                }
+                for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i] * D + d, dx_b + i * D + d, factors[i], d1 - d);
             }
             /* phase 4 */
             #pragma omp for schedule(dynamic)

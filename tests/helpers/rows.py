@@ -870,6 +870,13 @@ class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
     name, smoothing = 'linear_cross_entropy-smoothed', 0.1
 
 
+class OneBlockLinearCrossEntropyRow(LinearCrossEntropyRow):
+    """Few enough rows for one block: each thread packs its parts of the weight, and threads share columns of dx."""
+    name = 'linear_cross_entropy-one-block'
+    sizes = ((1, 3, 70, 513), (2, 90, 70, 600))                                                 # T, B, D, V
+    large = (3, 70, 100, 700)
+
+
 class LargeLinearCrossEntropyRow(LinearCrossEntropyRow):
     """Biases just below 1e4.  All numbers are multiples of powers of 2, so that float32 logits are exact."""
 
@@ -925,7 +932,7 @@ class InProductsRow:
 TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), ActivationRow(SiLU), ActivationRow(GELU),
          ActivationRow(GELUTanh, 'gelu', approximate='tanh'),
          EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(), EmbeddingPositionsRow(False), EmbeddingPositionsRow(True),
-         ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
+         ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(), OneBlockLinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),
          AttentionOfColumnsRow(), AttentionOfColumnsRow(causal=True, p=0.3, lengths='any'),
