@@ -494,7 +494,7 @@ def test_what_was_learned_is_translated(tmp_path, capsys):
     ('--heads 3', '--heads 3: expected a divisor of --d-model 256: heads share it evenly'),
     ('--num-steps 11 --positions 10',
      '--num-steps 11: expected at most --positions 10: lower --num-steps or raise --positions'),
-    ('--activation swish', '--activation swish: expected one of relu, silu, gelu'),
+    ('--activation swish', '--activation swish: expected one of relu, silu, gelu, gelu_tanh'),
     ('--recompute --save-tensors dump', '--recompute: computes each layer twice, so tensors cannot be saved; leave it out'),
     ('--pairs 50', 'embedded: has 45 pairs to train on, and a batch is 128; give a smaller -b')])
 def test_sizes_that_do_not_go_together_are_refused(tmp_path, monkeypatch, arguments, want):
