@@ -394,12 +394,12 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
     (void)stream;
     const pyops_conv2d s = SIZES_OF;
     pyops_status status = check_conv2d("conv2d_backward_x", &s);
-    if (!N) return status;
+    if (status || !N) return status;
     pyops_tap *const taps = taps_in(work);
     filter_place *const places = places_in(work, &s);
     float *const filters = work + taps_size(&s), *const phase = filters + filters_size(&s);
     const int64_t Cg = C / groups, Og = O / groups, all = kh * kw;
-    if (!status && has_tiles(&s, C, O, W) && !pyops_active()->micro.is_bf16) {
+    if (has_tiles(&s, C, O, W) && !pyops_active()->micro.is_bf16) {
         #pragma omp parallel for schedule(static) if (16 * O * C > PYOPS_SHARE_FLOATS)
         for (int64_t i = 0; i < C * O; i++) /* filters (C,O), turned by half a turn */
             transform_filter(filters + i, C * O, weight + 9 * (i % O * C + i / O) + 8, -1);

@@ -211,11 +211,12 @@ static float *scratch_of(size_t floats) {
     static _Thread_local size_t have;
     pthread_once(&scratch_once, make_scratch_key);
     void *buffer = pthread_getspecific(scratch_key);
-    if (have >= floats) return buffer;
+    if (buffer && have >= floats) return buffer;
     free(buffer);
     have = 0;
     pthread_setspecific(scratch_key, NULL);
-    if (posix_memalign(&buffer, 64, floats * sizeof(float))) return NULL;
+    const size_t bytes = (floats ? floats : 1) * sizeof(float);         /* of 0 bytes the address may be NULL */
+    if (posix_memalign(&buffer, 64, bytes)) return NULL;
     if (pthread_setspecific(scratch_key, buffer)) {
         free(buffer);
         return NULL;
