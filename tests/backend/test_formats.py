@@ -395,6 +395,14 @@ def test_blocks_along_any_axis():
                 assert scales.shape == tuple(blocks or [1])
 
 
+@pytest.mark.parametrize('shift', [-256, 0, 256])
+def test_a_block_of_zeros_has_the_smallest_scale_with_any_shift(shift):
+    x = np.zeros((3, 40), np.float32)
+    for axis in (-1, 0):
+        codes, numbers, scales = codes_of(x, f'mxfp8:shift={shift}', axis)
+        assert (scales == 0).all() and (numbers == 0).all() and (np.asarray(get(decode(codes))) == 0).all()
+
+
 def test_a_block_is_rounded_by_its_exact_exponent():
     """31.999998 is below 2^5, though the logarithm in float32 says 5: the scale is 2^-4, and 448 * 2^-4 = 28."""
     x = np.array([31.999998] + [1.0] * 31, np.float32)

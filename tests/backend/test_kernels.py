@@ -242,6 +242,71 @@ def test_fill_axpy_and_scale(n):
     assert (y == 3.5).all()
 
 
+@pytest.mark.parametrize('R,C,ldy,ldx', [(0, 3, 3, 3), (1, 1, 1, 1), (5, 7, 9, 8), (700, 500, 501, 503)])
+def test_convert_copies_rows_and_nothing_between_them(R, C, ldy, ldx):
+    rng = np.random.default_rng(31)
+    x, y = rng.standard_normal((R, ldx)).astype('f'), np.full((R, ldy), -7, 'f')
+    launch('convert', y, x, R, C, ldy, ldx)
+    assert (y[:, :C] == x[:, :C]).all() and (y[:, C:] == -7).all()
+
+
+@on_the_cpu
+@pytest.mark.parametrize('rows,columns', [(0, 3), (3, 0), (1, 1), (7, 9), (1, 8193), (5000, 3), (3, 300_000), (90, 8192)])
+@pytest.mark.parametrize('with_valid', (False, True))
+def test_a_description_counts_and_sums_the_numbers_of_valid_rows(rows, columns, with_valid):
+    """Whole numbers, so that the sums are exact."""
+    rng = np.random.default_rng(36)
+    x = rng.integers(-9, 10, (rows, columns)).astype('f')
+    for special in (np.nan, np.inf, -np.inf):
+        x[rng.random(x.shape) < 0.02] = special
+    valid = (rng.random(rows) < 0.7).astype('u1') if with_valid else None
+    counts, sums, extremes = np.full(4, -1), np.full(3, -1.0), np.full(2, -1, 'f')
+    for copy in (np.full_like(x, -7), None):
+        launch('describe', counts, sums, extremes, copy, x, valid, rows, columns)
+        used = x[valid > 0] if with_valid else x
+        finite = used[np.isfinite(used)].astype('d')
+        assert counts.tolist() == [used.size, np.isnan(used).sum(), np.isinf(used).sum(), (used == 0).sum()]
+        assert sums.tolist() == [finite.sum(), np.abs(finite).sum(), (finite * finite).sum()]
+        assert extremes.tolist() == [finite.min(initial=np.inf), finite.max(initial=-np.inf)]
+        assert copy is None or copy.tobytes() == x.tobytes()
+
+
+def bf16_bits(x):
+    """The upper half of the bits of float32, rounded to the nearest, ties to even."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16_bits(x):
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+@on_the_cpu                     # of the CUDA library: tests/cuda/test_cuda_gemm.py
+@pytest.mark.parametrize('R,C', [(0, 4), (1, 1), (5, 7), (65, 130), (700, 500)])
+@pytest.mark.parametrize('order', 'CF')
+def test_to_bf16_rounds_ties_to_even_and_keeps_nan(R, C, order):
+    x = np.random.default_rng(32).standard_normal((R, C)).astype('f')
+    special = np.array([0, -0.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-23, 3.4e38, 1e-40], 'f')
+    x.reshape(-1)[:len(special)] = special[:x.size]
+    from_, y = np.asarray(x, order=order), np.full((R, C + 3), 7, np.uint16)
+    launch('to_bf16', y, from_.ravel('K'), R, C, C + 3, *(s // 4 for s in from_.strides))
+    assert (y[:, :C] == bf16_bits(x)).all() and (y[:, C:] == 7).all()
+    nan, y = np.array([0x7FC00000, 0x7F800001, 0xFFFFFFFF], np.uint32).view('f'), np.zeros(3, np.uint16)
+    launch('to_bf16', y, nan, 1, 3, 3, 3, 1)
+    assert np.isnan(from_bf16_bits(y)).all()
+
+
+@on_the_cpu
+@pytest.mark.parametrize('M,N,K', [(1, 1, 1), (0, 3, 2), (3, 4, 0), (5, 3, 19), (40, 33, 257), (230, 210, 200)])
+@pytest.mark.parametrize('accumulate', (0, 1))
+def test_gemm_bf16_of_whole_numbers_is_exact(M, N, K, accumulate):
+    rng = np.random.default_rng(33)
+    a, b = (rng.integers(-9, 10, (rows, K + more)).astype('f') for rows, more in ((M, 1), (N, 2)))
+    c = np.full((M, N + 1), 0.5, 'f')
+    launch('gemm_bf16', c, bf16_bits(a), bf16_bits(b), M, N, K, N + 1, K + 1, K + 2, accumulate)
+    assert (c[:, :N] == a[:, :K] @ b[:, :K].T + 0.5 * accumulate).all() and (c[:, N:] == 0.5).all()
+
+
 @pytest.mark.parametrize('R,C', [(0, 3), (1, 1), (7, 255), (100, 257), (1152, 768)])
 def test_column_sums_add(R, C):
     x = np.random.default_rng(6).standard_normal((R, C)).astype('f')
@@ -734,6 +799,67 @@ def test_a_decaying_rate_rejects_impossible_settings(arguments, settings, text):
         decaying_rate(Rate(0), *arguments, **settings)
 
 
+@pytest.mark.parametrize('warmup', [0, 1, 7])
+def test_a_rate_rises_and_falls_with_the_inverse_square_root(warmup):
+    for done in (0, 1, 5, 6, 7, 100, 10**6):
+        rate, t = np.zeros(1, 'f'), done + 1
+        launch('inverse_square_root', rate, np.array([done]), warmup, 0.25)
+        want = 0.25 * (min(t / warmup, (warmup / t) ** 0.5) if warmup else 1)
+        assert abs(rate[0] - want) <= 1e-7 * want
+
+
+def test_steps_are_logged_in_a_ring():
+    log, written, want = np.full((3, 3), -7, 'f'), np.zeros(1, np.int64), np.full((3, 3), -7, 'f')
+    for i in range(5):
+        valid, norm = None if i == 1 else np.array([10 + i], 'i'), None if i == 2 else np.array([0.25 * i], 'f')
+        launch('log_step', log, written, np.array([1.5 + i], 'f'), valid, norm, 3)
+        want[i % 3] = 1.5 + i, 0 if i == 1 else 10 + i, 0 if i == 2 else 0.25 * i
+        assert (log == want).all() and written[0] == i + 1
+
+
+@pytest.mark.parametrize('nesterov', (0, 1))
+@pytest.mark.parametrize('count,n', [(0, 5), (2, 0), (1, 1), (3, 257), (2, 16384), (3, 33_001), (40, 9000)])
+def test_momentum_and_update_of_muon_are_their_formulas(count, n, nesterov):
+    """Matrices in another order than their offsets, with gaps, in chunks of 16384 numbers, with and without clipping."""
+    rng = np.random.default_rng(34)
+    offsets = 5 + (n + 3) * rng.permutation(count)
+    places = offsets[:, None] + np.arange(n)
+    size = 5 + (n + 3) * count
+    work = np.zeros(64 + count * n, 'f')                # more than either library needs
+    for norm in (None, np.array([0.5], 'f'), np.array([4.0], 'f')):
+        grad, m, param = rng.standard_normal((3, size)).astype('f')
+        x, before = np.full((count + 1, n), -7, 'f'), m.copy()
+        launch('muon_momentum', x, m, grad, norm, offsets, work, count, n, 2.0, 0.75, nesterov)
+        g = grad[places].astype('d') * (0.5 if norm is not None and norm[0] == 4 else 1)
+        want = 0.75 * before[places] + 0.25 * g
+        u = 0.75 * want + 0.25 * g if nesterov else want
+        assert np.abs(m[places] - want).max(initial=0) <= 1e-6
+        unit = u / np.linalg.norm(u, axis=1, keepdims=True)
+        assert np.abs(x[:count] - unit).max(initial=0) <= 1e-6 and (x[count:] == -7).all()
+        kept, start = np.ones(size, bool), param.copy()
+        kept[places] = False
+        assert (m[kept] == before[kept]).all()
+        launch('muon_update', param, x, offsets, np.array([0.5], 'f'), count, n, 3.0, 0.25)
+        assert np.abs(param[places] - (0.875 * start[places] - 1.5 * x[:count])).max(initial=0) <= 1e-6
+        assert (param[kept] == start[kept]).all()
+
+
+def test_muon_divides_by_no_norm_below_its_least():
+    x, m, work = np.empty((1, 4), 'f'), np.zeros(4, 'f'), np.zeros(64, 'f')
+    launch('muon_momentum', x, m, np.array([3e-9, 4e-9, 0, 0], 'f'), None, np.zeros(1, np.int64), work, 1, 4, 1.0, 0.0, 0)
+    assert np.abs(x - [[0.03, 0.04, 0, 0]]).max() <= 1e-8
+
+
+@pytest.mark.parametrize('count,n', [(0, 3), (1, 1), (3, 17), (2, 400)])
+def test_the_polynomial_of_muon_is_its_formula(count, n):
+    rng = np.random.default_rng(35)
+    p, a = rng.standard_normal((2, count + 1, n, n)).astype('f')
+    want = 2.5 * np.eye(n) - 0.5 * a + 1.25 * p.astype('d')
+    want[count:] = p[count:]
+    launch('muon_polynomial', p, a, count, n, 2.5, -0.5, 1.25)
+    assert np.abs(p - want).max() <= 2e-6
+
+
 def make_params(seed=0):
     rng = np.random.default_rng(seed)
     shapes = {'a': (33, 7), 'b': (5,), 'c': (1000, 300)}       # enough for several threads
@@ -1075,6 +1201,24 @@ def test_every_argument_check_of_the_c_library_names_the_accepted_values():
              for text in re.findall(r'(?<!define )PYOPS_REQUIRE\([^"]*((?:"(?:[^"\\]|\\.)*"\s*)+)', path.read_text())]
     assert len(texts) > 100
     assert [text for text in texts if 'expected ' not in text] == []
+
+
+@on_the_cpu
+def test_a_replay_runs_a_part_of_its_actions_and_stops_at_the_first_that_fails():
+    ffi, lib, _ = library.cpu()
+    actions, values, at = ffi.new('pyops_action[4]'), ffi.new('pyops_value[12]'), ffi.new('int64_t *')
+    y, seconds = np.zeros((4, 5), 'f'), np.full(4, -1.0)
+    for i, n in enumerate((5, 4, -1, 5)):
+        actions[i].kernel, actions[i].first_value = lib.pyops_kernel_number(b'pyops_fill'), 3 * i
+        values[3 * i].pointer = ffi.cast('void *', y[i].ctypes.data)
+        values[3 * i + 1].integer, values[3 * i + 2].real = n, i + 1
+    measured = ffi.cast('double *', seconds.ctypes.data)
+    assert lib.pyops_replay(actions, values, measured, at, 1, 2, ffi.NULL) == 0
+    assert y.tolist() == [[0] * 5, [2] * 4 + [0], [0] * 5, [0] * 5] and at[0] == 1
+    assert seconds[1] >= 0 and (seconds[[0, 2, 3]] == -1).all()
+    assert lib.pyops_replay(actions, values, ffi.NULL, at, 0, 4, ffi.NULL) == 1 and at[0] == 2
+    assert ffi.string(lib.pyops_last_error()) == b'fill: n=-1, expected at least 0'
+    assert y.tolist() == [[1] * 5, [2] * 4 + [0], [0] * 5, [0] * 5]
 
 
 @on_the_cpu

@@ -140,6 +140,39 @@ def test_wide_and_tall_matrices(shape, fmt):
         assert same(np.asarray(get(fake_quantize(put(x), fmt, axis))), want), axis
 
 
+@pytest.mark.parametrize('fmt', ['fp8', 'fp8:block=3x1000', 'nvfp4', 'int8:block=row', 'int8:block=column', 'mxfp6:block=32x32',
+                                 'nvfp4:scale=mae:block=4x1100'])
+def test_rows_of_several_pieces_by_the_definition(fmt):
+    """A row is processed in pieces of 1024 numbers."""
+    f, x = parse(fmt), matrix(7, 2100, special=False)
+    for axis in (-1, 0):
+        want = by_definition(x, f, blocks_of(x.shape, f, axis))
+        assert same(np.asarray(get(fake_quantize(put(x), fmt, axis))), want)
+        assert same(np.asarray(get(decode(encode(put(x), fmt, axis)))), want)
+
+
+@pytest.mark.parametrize('fmt', ['fp8:block=7', 'int8:block=axis', 'mxint8', 'int4:block=50'])
+def test_blocks_along_a_middle_axis_are_those_of_each_matrix(fmt):
+    x = np.random.default_rng(12).standard_normal((3, 50, 40)).astype(F32)
+    want = np.stack([np.asarray(get(fake_quantize(put(part), fmt, 0))) for part in x])
+    assert same(np.asarray(get(fake_quantize(put(x), fmt, 1))), want)
+    assert same(np.asarray(get(decode(encode(put(x), fmt, 1)))), want)
+
+
+@pytest.mark.parametrize('rule', ['mse', 'mae'])
+def test_the_scale_of_a_long_block_follows_from_all_its_numbers(rule):
+    """The errors of a block are added in pieces of 256 numbers; here the last ones decide."""
+    rng, x = np.random.default_rng(11), np.zeros((200, 300), F32)
+    x[:, 256:] = rng.standard_normal((200, 44))
+    f = parse(f'nvfp4:scale={rule}:block=300')
+    blocks = blocks_of(x.shape, f, -1)
+    factor = F32(1536) / np.abs(x).max()
+    six, four = (np.array([scale_of(np.abs(row).max(), f, factor, target) for row in x]) for target in (6, 4))
+    chosen = np.array([error_of(row, b, f) < error_of(row, a, f) for row, a, b in zip(x, six, four, strict=True)])
+    assert 20 < chosen.sum() < 180, 'one of the two scales is the better one everywhere: this test checks nothing'
+    assert same(np.asarray(get(fake_quantize(put(x), f, -1))), by_definition(x, f, blocks))
+
+
 def test_scales_are_those_of_the_hardware():
     x = matrix(32, 64, special=False)
     codes = encode(put(x), 'nvfp4')

@@ -1,18 +1,21 @@
-"""Kernels on strided arrays: every operation over every layout beside numpy, reductions, products of batches.
+"""Kernels on strided arrays: every operation over every layout beside numpy, reductions, products of batches, and what only
+arrays of float64 have: sorting and sums of rows.
 
 Runs once for each instruction set and on the emulation of a GPU, as the op table does.
 """
 import itertools
+import threading
 
 import numpy as np
 import pytest
-from places import gemm, of_threads, on_the_cpu
+from places import ON_GPU, gemm, of_threads, on_the_cpu
 from places import launch as launch_kernel
 
 from pyops import backend
 from pyops.backend import library
 
 LIB, FFI = library.cpu().lib, library.cpu().ffi
+SUFFIX = {'<f4': '', '<i4': '_int32', '<f8': '_double'}
 
 
 def number(name):
@@ -23,21 +26,21 @@ def geometry(*arrays):
     """shape and strides of arrays of one shape as the kernels want them, and how many axes."""
     shape = arrays[0].shape
     assert all(a.shape == shape for a in arrays)
-    strides = [stride // 4 for a in arrays for stride in a.strides]
+    strides = [stride // a.itemsize for a in arrays for stride in a.strides]
     return np.array([*shape, 0], np.int64), np.array([*strides, 0], np.int64), len(shape)
 
 
 def launch(name, *values, arrays):
-    """The kernel on views; `values` follow ndim."""
-    suffix = '_int32' if arrays[0].dtype == np.int32 and name not in ('strided_to_int32',) else ''
-    launch_kernel(name + suffix, *arrays, *geometry(*arrays), *values)
+    """The kernel of the dtype of the first array on views; `values` follow ndim."""
+    launch_kernel(name + SUFFIX[arrays[0].dtype.str], *arrays, *geometry(*arrays), *values)
 
 
 def same(got, want):
     """Equal bits, but for NaN, whose bits mean nothing."""
     want = np.asarray(want, got.dtype)
     assert got.shape == want.shape
-    assert ((got.view(np.int32) == want.view(np.int32)) | (np.isnan(got) & np.isnan(want) if got.dtype == 'f' else False)).all()
+    whole = f'i{got.itemsize}'
+    assert ((got.view(whole) == want.view(whole)) | (np.isnan(got) & np.isnan(want) if got.dtype.kind == 'f' else False)).all()
 
 
 def values(rng, shape, dtype):
@@ -69,9 +72,12 @@ LAYOUTS = {
 }
 SHAPES = ((7,), (1, 1), (33, 130), (5, 1, 19), (4, 3, 5, 6), (600, 3), (3, 270, 2))
 DTYPES = (np.float32, np.int32)
+ALL_DTYPES = (*DTYPES, *[np.float64] * (not ON_GPU))
+
+
 def bit_by_bit(name):
     """Return numpy's function for 'and', 'or', 'xor': of truth values for floats."""
-    return lambda a, b: getattr(np, ('logical_' if a.dtype == np.float32 else 'bitwise_') + name)(a, b)
+    return lambda a, b: getattr(np, ('logical_' if a.dtype.kind == 'f' else 'bitwise_') + name)(a, b)
 
 
 UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt, 'floor': np.floor}
@@ -103,7 +109,7 @@ def result(shape, dtype, layout='contiguous'):
 @on_the_cpu
 @pytest.mark.parametrize('layout_a', LAYOUTS)
 @pytest.mark.parametrize('layout_b', LAYOUTS)
-@pytest.mark.parametrize('dtype', DTYPES, **ids)
+@pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
 def test_where_copies_the_bits_on_every_layout(layout_a, layout_b, dtype):
     rng = np.random.default_rng(1)
     for shape in SHAPES:
@@ -119,7 +125,7 @@ def test_where_copies_the_bits_on_every_layout(layout_a, layout_b, dtype):
 @quiet
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('shape', SHAPES, **ids)
-@pytest.mark.parametrize('dtype', DTYPES, **ids)
+@pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
 def test_unary_on_every_layout(layout, shape, dtype):
     rng = np.random.default_rng(0)
     x = LAYOUTS[layout](values(rng, shape, dtype))
@@ -136,7 +142,7 @@ def test_unary_on_every_layout(layout, shape, dtype):
 @quiet
 @pytest.mark.parametrize('layout_a', LAYOUTS)
 @pytest.mark.parametrize('layout_b', LAYOUTS)
-@pytest.mark.parametrize('dtype', DTYPES, **ids)
+@pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
 def test_binary_on_every_layout(layout_a, layout_b, dtype):
     rng = np.random.default_rng(1)
     for shape in SHAPES:
@@ -192,6 +198,28 @@ def test_functions_over_all_of_float():
         assert ulps(y[~special], want[~special]).max() <= 4, name
 
 
+@on_the_cpu
+@quiet
+def test_functions_of_float64():
+    """The C library and numpy may round differently; exact ones are in UNARY."""
+    rng = np.random.default_rng(3)
+    x = np.concatenate([np.linspace(-745, 710, 5001), rng.standard_normal(5000), 10.0 ** rng.uniform(-300, 300, 5000),
+                        [0.0, -0.0, np.inf, -np.inf, np.nan, 5e-324, 1.0]])
+    for name, want in {'sin': np.sin, 'cos': np.cos, 'exp': np.exp, 'log': np.log, 'tanh': np.tanh,
+                       'sigmoid': lambda x: np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x)))}.items():
+        y, wanted = np.empty_like(x), want(x)
+        launch('strided_unary', number(name), arrays=(y, x))
+        special = ~np.isfinite(wanted) | (wanted == 0)
+        same(y[special], wanted[special])
+        assert (np.abs(y - wanted)[~special] <= 4 * np.spacing(np.abs(wanted[~special]))).all(), name
+    a, b, y = np.abs(x), rng.permutation(x), np.empty_like(x)
+    launch('strided_binary', number('power'), arrays=(y, a, b))
+    wanted = a ** b
+    special = ~np.isfinite(wanted) | (wanted == 0)
+    same(y[special], wanted[special])
+    assert (np.abs(y - wanted)[~special] <= 4 * np.spacing(wanted[~special])).all()
+
+
 @quiet
 def test_power():
     rng = np.random.default_rng(4)
@@ -226,6 +254,47 @@ def test_conversions_go_towards_zero():
     wide, tall = np.arange(35 * 200, dtype='i').reshape(35, 200), np.empty((200, 35), 'f')
     launch_kernel('strided_from_int32', tall, wide, *geometry(tall, wide.T))
     same(tall, wide.T)
+
+
+@on_the_cpu
+@quiet
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_conversions_from_and_to_float64_on_every_layout(layout):
+    rng = np.random.default_rng(13)
+    edges = np.array([0.0, -0.0, 1.9, -1.9, 2147483647.5, 2147483648.0, -2147483648.5, -2147483649.0, 1e300, np.inf, -np.inf,
+                      np.nan, 2.0**-149, 1e-46, 3.5e38, 1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-50])
+    whole = [0, 0, 1, -1, 2**31 - 1, -2**31, -2**31, -2**31, -2**31, -2**31, -2**31, -2**31, 0, 0, -2**31, 1, 1]
+    for shape in (*SHAPES, (17, 3)):
+        at = rng.integers(edges.size, size=shape)
+        x, as_whole = LAYOUTS[layout](edges[at]), LAYOUTS[layout](np.array(whole, 'i')[at])
+        y, check = result(shape, np.int32)
+        launch_kernel('strided_double_to_int32', y, x, *geometry(y, x))
+        same(y, as_whole)
+        check()
+        y, check = result(shape, np.float32)
+        launch_kernel('strided_double_to_float', y, x, *geometry(y, x))
+        same(y, x.astype('f'))
+        check()
+        for source, kernel in ((LAYOUTS[layout](values(rng, shape, np.float32)), 'float'),
+                               (LAYOUTS[layout](values(rng, shape, np.int32)), 'int32')):
+            y, check = result(shape, np.float64)
+            launch_kernel(f'strided_double_from_{kernel}', y, source, *geometry(y, source))
+            same(y, source.astype('d'))
+            check()
+
+
+@on_the_cpu
+@pytest.mark.parametrize('shape', [(8191,), (8192,), (8193,), (3, 16385), (2, 3, 8200), (16400, 2)], ids=str)
+def test_float64_in_pieces_of_a_row(shape):
+    """A row is processed in pieces of 8192 numbers."""
+    rng = np.random.default_rng(14)
+    a, b = rng.standard_normal((2, *shape))
+    for x, z in ((a, b), (a[..., ::-1], b), (a, b[..., :1])):
+        z = np.broadcast_to(z, shape)
+        y, check = result(shape, np.float64)
+        launch('strided_binary', number('subtract'), arrays=(y, x, z))
+        same(y, x - z)
+        check()
 
 
 @pytest.mark.parametrize('dtype', DTYPES, **ids)
@@ -270,7 +339,7 @@ def all_axes(ndim):
 @pytest.mark.parametrize('shape', REDUCE_SHAPES, **ids)
 def test_reductions_of_every_layout_over_every_set_of_axes(layout, shape):
     rng = np.random.default_rng(6)
-    for dtype in DTYPES:
+    for dtype in ALL_DTYPES:
         # whole numbers, of which float32 can hold every sum
         x = LAYOUTS[layout](rng.integers(-20, 21, shape).astype(dtype))
         for axes in all_axes(len(shape)):
@@ -301,23 +370,24 @@ def test_max_and_min_pass_nan_and_infinity_on(shape):
         for _ in range(5):
             x = rng.standard_normal(shape).astype('f')
             x[tuple(rng.integers(n) for n in shape)] = special
-            for axes in all_axes(len(shape)):
+            for axes, dtype in itertools.product(all_axes(len(shape)), {np.float32, ALL_DTYPES[-1]} - {np.int32}):
                 for name, want in REDUCTIONS.items():
                     if name != 'sum' or len(axes) == 0:
-                        same(reduce(name, x, axes, np.float32), want.reduce(x, axes, keepdims=True))
+                        same(reduce(name, x.astype(dtype), axes, dtype), want.reduce(x.astype(dtype), axes, keepdims=True))
     x = np.full(shape, -np.inf, 'f')
     same(reduce('max', x, tuple(range(len(shape))), np.float32), np.full((1,) * len(shape), -np.inf))
 
 
-def test_nothing_to_reduce_and_nothing_at_all():
-    x = np.empty((0, 3), 'f')
-    assert (reduce('sum', x, (0,), np.float32) == 0).all()
-    assert reduce('sum', np.empty((3, 0), 'f'), (1,), np.float32).tolist() == [[0], [0], [0]]
+@pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
+def test_nothing_to_reduce_and_nothing_at_all(dtype):
+    x = np.empty((0, 3), dtype)
+    assert (reduce('sum', x, (0,), dtype) == 0).all()
+    assert reduce('sum', np.empty((3, 0), dtype), (1,), dtype).tolist() == [[0], [0], [0]]
     with pytest.raises(ValueError, match='no elements'):
-        reduce('max', x, (0,), np.float32)
-    y = np.empty((0, 3), 'f')
+        reduce('max', x, (0,), dtype)
+    y = np.empty((0, 3), dtype)
     launch('strided_binary', number('add'), arrays=(y, x, x))
-    y, x = np.full((), 5, 'f'), np.full((), 2, 'f')
+    y, x = np.full((), 5, dtype), np.full((), 2, dtype)
     launch('strided_binary', number('add'), arrays=(y, x, x))
     assert y == 4
     launch('strided_reduce', number('sum'), arrays=(y, x))
@@ -330,6 +400,7 @@ def test_nothing_to_reduce_and_nothing_at_all():
 def test_the_same_bits_for_any_number_of_threads():
     rng = np.random.default_rng(10)
     x, column = rng.standard_normal((1300, 700)).astype('f'), rng.standard_normal((1300, 1)).astype('f')
+    wide = rng.standard_normal((37, 20_001))
     before, results = backend.threads(), []
     try:
         for threads in (1, 2, 3, 8):
@@ -348,17 +419,22 @@ def test_the_same_bits_for_any_number_of_threads():
             for view in (x, x.T, x.reshape(-1), x.reshape(-1, 7), x.reshape(10, 130, 700), x[:, ::2]):
                 for axes in all_axes(view.ndim):
                     got += [reduce(name, view, axes, np.float32) for name in REDUCTIONS]
+            y = np.empty_like(wide)
+            launch('strided_unary', number('negate'), arrays=(y, wide))
+            got.append(y)
             results.append(got)
     finally:
         backend.set_threads(before)
+    same(results[0][-1], -wide)
     for got in results[1:]:
         for a, b in zip(got, results[0], strict=True):
             same(a, b)
 
 
-def test_eight_axes_and_no_more():
-    x = np.arange(2**8, dtype='f').reshape((2,) * 8)
-    y = np.empty((2,) * 8, 'f')
+@pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
+def test_eight_axes_and_no_more(dtype):
+    x = np.arange(2**8, dtype=dtype).reshape((2,) * 8)
+    y = np.empty((2,) * 8, dtype)
     launch('strided_binary', number('add'), arrays=(y, x, x.T))
     same(y, x + x.T)
     with pytest.raises(ValueError, match='ndim=9, expected 0 to 8'):
@@ -381,18 +457,22 @@ def test_impossible_calls_are_refused():
 
 # ---- products of batches -------------------------------------------------------------------------------------------------
 
-def batched(c, a, b, accumulate=0):
-    """c (+)= a @ b, whose leading axes are one batch, strides of 0 included."""
+def batched(c, a, b, *accumulate):
+    """c (+)= a @ b, whose leading axes are one batch, strides of 0 included.  accumulate: of float32"""
     batch = c.shape[:-2]
     a, b = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
-    strides = [stride // 4 for x in (c, a, b) for stride in x.strides[:-2]]
-    launch_kernel('gemm_batched', c, a, b, np.array([*batch, 0]), np.array([*strides, 0]), len(batch),
-                   *c.shape[-2:], a.shape[-1], max(c.strides[-2] // 4, c.shape[-1]),
-                   *(stride // 4 for x in (a, b) for stride in x.strides[-2:]), accumulate)
+    strides = [stride // c.itemsize for x in (c, a, b) for stride in x.strides[:-2]]
+    launch_kernel('matmul_double' if c.dtype == np.float64 else 'gemm_batched', c, a, b,
+                  np.array([*batch, 0]), np.array([*strides, 0]), len(batch),
+                  *c.shape[-2:], a.shape[-1], max(c.strides[-2] // c.itemsize, c.shape[-1]),
+                  *(stride // c.itemsize for x in (a, b) for stride in x.strides[-2:]), *accumulate)
 
 
-@pytest.mark.parametrize('batch_a,batch_b', [((), ()), ((3,), (3,)), ((3,), ()), ((), (3,)), ((4, 1), (1, 5)), ((2, 3), (2, 3)),
-                                             ((2, 3), (3,)), ((40,), (40,)), ((40, 3), ()), ((0,), ())], **ids)
+BATCHES = [((), ()), ((3,), (3,)), ((3,), ()), ((), (3,)), ((4, 1), (1, 5)), ((2, 3), (2, 3)), ((2, 3), (3,)), ((40,), (40,)),
+           ((40, 3), ()), ((0,), ())]
+
+
+@pytest.mark.parametrize('batch_a,batch_b', BATCHES, **ids)
 @pytest.mark.parametrize('M,K,N', [(1, 1, 1), (5, 7, 3), (1, 40, 9), (17, 33, 20), (40, 70, 50), (4, 0, 3), (0, 3, 4)])
 def test_batched_products_equal_single_ones_bit_for_bit(batch_a, batch_b, M, K, N):
     rng = np.random.default_rng(11)
@@ -411,6 +491,41 @@ def test_batched_products_equal_single_ones_bit_for_bit(batch_a, batch_b, M, K, 
             same(c, want)
 
 
+@on_the_cpu
+@pytest.mark.parametrize('batch_a,batch_b', BATCHES, **ids)
+@pytest.mark.parametrize('M,K,N', [(1, 1, 1), (5, 7, 3), (1, 40, 9), (17, 33, 20), (4, 0, 3), (0, 3, 4), (4, 3, 0)])
+def test_products_of_float64_on_every_layout(batch_a, batch_b, M, K, N):
+    """Whole numbers, so that every sum is exact; rows of the result in a wider matrix."""
+    rng = np.random.default_rng(15)
+    batch = np.broadcast_shapes(batch_a, batch_b)
+    for across_a, across_b in itertools.product((False, True), repeat=2):
+        a, b = rng.integers(-9, 10, (*batch_a, M, K)).astype('d'), rng.integers(-9, 10, (*batch_b, K, N)).astype('d')
+        a = np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2) if across_a else a
+        b = np.ascontiguousarray(b.swapaxes(-1, -2)).swapaxes(-1, -2) if across_b else b
+        c, check = result((*batch, M, N), np.float64)
+        batched(c, a, b)
+        same(c, a @ b)
+        check()
+
+
+@of_threads
+def test_products_of_float64_give_the_same_bits_for_any_number_of_threads():
+    rng = np.random.default_rng(16)
+    a, b = rng.standard_normal((7, 50, 200)), rng.standard_normal((7, 200, 130))
+    before, results = backend.threads(), []
+    try:
+        for threads in (1, 2, 3):
+            backend.set_threads(threads)
+            c = np.empty((7, 50, 130))
+            batched(c, a, b)
+            results.append(c)
+    finally:
+        backend.set_threads(before)
+    assert (np.abs(results[0] - a @ b) <= 1e-12).all()
+    for c in results[1:]:
+        same(c, results[0])
+
+
 @of_threads
 def test_batched_products_give_the_same_bits_for_any_number_of_threads():
     rng = np.random.default_rng(12)
@@ -422,10 +537,116 @@ def test_batched_products_give_the_same_bits_for_any_number_of_threads():
             for threads in (1, 2, 5):
                 backend.set_threads(threads)
                 c = np.empty((*shape_a[:-1], shape_b[-1]), 'f')
-                batched(c, a, b)
+                batched(c, a, b, 0)
                 results.append(c)
         finally:
             backend.set_threads(before)
         assert np.abs(results[0] - a @ b).max() < 1e-3
         for c in results[1:]:
             same(c, results[0])
+
+
+# ---- rows of float64: the largest, the order, sums at indices ---------------------------------------------------------------
+
+def rows_with_equals(rng, R, C):
+    """Numbers of which many are equal, infinite or NaN."""
+    x = rng.integers(-3, 4, (R, C)).astype('d')
+    x[rng.random((R, C)) < 0.1] = np.nan
+    x[rng.random((R, C)) < 0.1] = np.inf
+    x[rng.random((R, C)) < 0.1] = -np.inf
+    return x
+
+
+@on_the_cpu
+@pytest.mark.parametrize('R,C', [(0, 3), (1, 1), (40, 2), (40, 3), (40, 7), (9, 300)])
+def test_argmax_of_float64_takes_the_first_of_equals_and_nan_as_largest(R, C):
+    rng = np.random.default_rng(17)
+    for x in (rows_with_equals(rng, R, C), rng.standard_normal((R, C)), np.sort(rng.standard_normal((R, C)))):
+        y = np.full(R, -1, np.int32)
+        launch_kernel('argmax_double', y, x, R, C)
+        assert (y == x.argmax(1)).all()
+
+
+@on_the_cpu
+@pytest.mark.parametrize('R,C', [(0, 3), (3, 0), (1, 1), (40, 2), (40, 3), (40, 4), (40, 5), (30, 8), (30, 9), (5, 333),
+                                 (1, 5000)])
+def test_argsort_of_float64_is_stable_with_nan_last(R, C):
+    rng = np.random.default_rng(18)
+    for x in (rows_with_equals(rng, R, C), rng.standard_normal((R, C)), -np.sort(-rng.standard_normal((R, C)))):
+        frame = np.full((R + 2, C), -77, np.int32)
+        launch_kernel('argsort_double', frame[1:-1], x, R, C)
+        assert (frame[1:-1] == x.argsort(1, kind='stable')).all() and (frame[[0, -1]] == -77).all()
+
+
+@of_threads
+def test_argsort_gives_the_same_order_for_any_number_of_threads():
+    x = rows_with_equals(np.random.default_rng(19), 1001, 70)
+    before = backend.threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            backend.set_threads(threads)
+            y = np.empty(x.shape, np.int32)
+            launch_kernel('argsort_double', y, x, *x.shape)
+            assert (y == x.argsort(1, kind='stable')).all()
+    finally:
+        backend.set_threads(before)
+
+
+@on_the_cpu
+def test_nothing_is_sorted_in_a_thread_without_scratch_memory():
+    results = []
+
+    def sort():
+        y = np.empty((3, 0), np.int32)
+        launch_kernel('argsort_double', y, np.empty((3, 0)), 3, 0)
+        results.append(y.shape)
+    thread = threading.Thread(target=sort)
+    thread.start()
+    thread.join()
+    assert results == [(3, 0)]
+
+
+@on_the_cpu
+@pytest.mark.parametrize('R,V,E', [(0, 3, 2), (1, 1, 1), (7, 3, 5), (50, 9, 1), (4, 20, 33), (5, 4, 0)])
+def test_rows_of_float64_are_added_at_their_indices(R, V, E):
+    rng = np.random.default_rng(20)
+    ids = rng.integers(V, size=R).astype('i')
+    x, y = rng.integers(-9, 10, (R, E)).astype('d'), rng.integers(-9, 10, (V, E)).astype('d')
+    want = y.copy()
+    np.add.at(want, ids, x)
+    launch_kernel('add_rows_double', y, x, ids, R, V, E)
+    same(y, want)
+
+
+# ---- sums and products of the first elements ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
+@pytest.mark.parametrize('outer,n,inner', [(1, 1, 1), (0, 3, 2), (2, 0, 3), (2, 3, 0), (3, 7, 1), (2, 5, 63), (2, 5, 64),
+                                           (3, 4, 65), (2, 3, 200)])
+def test_cumulated_sums_and_products(dtype, outer, n, inner):
+    """Whole numbers: sums and products are exact in float32, and wrap around in int32."""
+    rng = np.random.default_rng(21)
+    x = rng.integers(-2**31, 2**31, (outer, n, inner)).astype(dtype) if dtype == np.int32 else rng.integers(
+        1, 4, (outer, n, inner)).astype(dtype)
+    for op, want in (('add', np.cumsum), ('multiply', np.cumprod)):
+        every = want(x, 1, dtype=dtype)
+        empty = np.full((outer, inner), op == 'multiply', dtype)
+        for last, wanted in ((0, every), (1, every[:, -1] if n else empty)):
+            frame = np.full((wanted.shape[0] + 2, *wanted.shape[1:]), -77, dtype)
+            launch_kernel('cumulate' + SUFFIX[np.dtype(dtype).str], frame[1:-1], x, outer, n, inner, number(op), last)
+            same(frame[1:-1], wanted)
+            assert (frame[[0, -1]] == -77).all()
+
+
+@of_threads
+def test_cumulated_sums_are_the_same_for_any_number_of_threads():
+    x = np.random.default_rng(22).standard_normal((7, 90, 500)).astype('f')
+    before = backend.threads()
+    try:
+        for threads in (1, 2, 3):
+            backend.set_threads(threads)
+            y = np.empty_like(x)
+            launch_kernel('cumulate', y, x, *x.shape, number('add'), 0)
+            same(y, x.astype('d').cumsum(1).astype('f'))
+    finally:
+        backend.set_threads(before)

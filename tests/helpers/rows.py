@@ -226,7 +226,7 @@ class BatchNormRow:
 
 class BatchNormOfImagesRow(BatchNormRow):
     wrong_axis = BatchNormRow.wrong_axis | {'x': 1}
-    sizes = ((3, 1, 2, 1), (2, 5, 3, 4), (7, 33, 5, 5), (3, 8, 64, 70), (2, 3, 1, 129))            # N, C, H, W
+    sizes = ((3, 1, 2, 1), (2, 5, 3, 4), (7, 33, 5, 5), (2, 5, 4, 8), (3, 8, 64, 70), (2, 3, 1, 129))            # N, C, H, W
     large = (9, 30, 41, 33)
 
     def __init__(self, training):

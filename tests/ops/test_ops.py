@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from arrays import RTOL, close, near, normal, of_zeros, parameter, same
 from conftest import ROOT
-from places import get, launch, of_threads, put
+from places import ON_GPU, get, launch, of_threads, put
 from rows import (
     AttentionRow,
     EmbeddingGRURow,
@@ -34,6 +34,7 @@ from pyops.ops import (
     BatchNorm,
     ConcatContext,
     Conv2d,
+    Conv2dFilters,
     Conv2dTransposed,
     CrossEntropy,
     Dropout,
@@ -1296,6 +1297,38 @@ def test_batch_norm_of_images_keeps_the_running_statistics_of_torch(torch):
     close(get(var), twin.running_var.numpy(), name='running_var')
 
 
+@pytest.mark.parametrize('training', (0, 1))
+@pytest.mark.parametrize('R,C,P', [(5, 1, 1), (3, 129, 1), (64, 130, 1), (65, 127, 1), (129, 5, 2), (130, 5, 31), (3, 5, 32),
+                                   (3, 5, 33), (2, 2, 4096), (2, 3, 4097)])
+def test_the_kernels_of_batch_norm_are_their_formulas(R, C, P, training):
+    """At every border between the ways to compute it, with running statistics and without."""
+    rng = np.random.default_rng(R * P)
+    x, dy = normal(rng, R, C, P) + np.float32(0.5), normal(rng, R, C, P)
+    weight, bias, running_mean, noise_of_weight, noise_of_bias = (normal(rng, C) for _ in range(5))
+    running_var = normal(rng, C) ** 2 + np.float32(0.1)
+    wide = x.astype('d')
+    mean, var = (wide.mean((0, 2)), wide.var((0, 2))) if training else (running_mean.astype('d'), running_var.astype('d'))
+    normed = (wide - mean[:, None]) / np.sqrt(var + 1e-3)[:, None]
+    for running in ([running_mean.copy(), running_var.copy()], [None, None])[:1 + training]:
+        y, its_mean, rstd = np.full_like(x, np.nan), np.full(C, np.nan, 'f'), np.full(C, np.nan, 'f')
+        launch('batch_norm_forward', y, *running, its_mean, rstd, x, weight, bias, R, C, P, 1e-3, 0.25, training)
+        close(y, normed * weight[:, None] + bias[:, None], name='y')
+        close(its_mean, mean, name='mean')
+        close(rstd, 1 / np.sqrt(var + 1e-3), name='rstd')
+        if running[0] is not None:
+            n = R * P
+            close(running[0], running_mean + training * 0.25 * (mean - running_mean), name='running_mean')
+            close(running[1], running_var + training * 0.25 * (var * n / (n - 1) - running_var), name='running_var')
+    dx, dweight, dbias = np.full_like(x, np.nan), noise_of_weight.copy(), noise_of_bias.copy()
+    launch('batch_norm_backward', dx, dweight, dbias, dy, x, weight, its_mean, rstd, R, C, P, training)
+    sums, products = dy.sum((0, 2), dtype='d'), (dy * normed).sum((0, 2))
+    share = training / (R * P)
+    want = dy - share * (sums[:, None] + normed * products[:, None])
+    close(dx, want * (weight / np.sqrt(var + 1e-3))[:, None], 5e-5, 'dx')
+    close(dweight, noise_of_weight + products, 5e-5, 'dweight')
+    close(dbias, noise_of_bias + sums, 5e-5, 'dbias')
+
+
 def test_batch_norm_says_what_it_wants():
     x = put(np.zeros((1, 3), np.float32))
     for op, arguments, text in ((batch_norm(3), (x,), 'R=1 P=1, expected at least 2 values per channel in training'),
@@ -1339,6 +1372,35 @@ def test_settings_of_windows_that_are_wrong_are_named(make, text):
 
 def conv2d(shape, **settings):
     return Conv2d(parameter('weight', np.ones(shape, np.float32)), **settings)
+
+
+@pytest.mark.parametrize('seed', range(6 if ON_GPU else 60))
+def test_a_convolution_with_random_settings_is_exact_on_whole_numbers(seed):
+    """Of three kinds: 3 x 3 filters on many channels, channels with filters of their own, and any sizes."""
+    rng = np.random.default_rng(seed)
+
+    def pair(least, most):
+        return tuple(int(n) for n in rng.integers(least, most + 1, 2))
+    window, stride, dilation, padding, groups = pair(1, 4), pair(1, 5), pair(1, 3), pair(0, 3), int(rng.integers(1, 4))
+    C, O = (groups * n for n in pair(1, 9))
+    if seed % 3 == 0:
+        window, stride, dilation, groups, (C, O) = (3, 3), (1, 1), (1, 1), 1, pair(14, 40)
+    elif seed % 3 == 1:
+        groups = C
+        O = C * int(rng.integers(1, 4))
+    N, (H, W) = int(rng.integers(1, 6)), (d * (k - 1) + n for d, k, n in zip(dilation, window, pair(1, 30), strict=True))
+    settings = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    x, weight, bias, more_weight, more_bias = (rng.integers(-3, 4, shape).astype('f') for shape in (
+        (N, C, H, W), (O, C // groups, *window), O, (O, C // groups, *window), O))
+    op = Conv2d(parameter('weight', weight, more_weight.copy()), parameter('bias', bias, more_bias.copy()), **settings)
+    y, ctx = op.forward(put(x))
+    dy = rng.integers(-3, 4, y.shape).astype('f')
+    dx = get(op.backward(put(dy), ctx))
+    wide = [array.astype('d') for array in (x, weight, bias, dy)]
+    same(get(y), Conv2d.reference(*wide[:3], **settings), 'y')
+    same(dx, Conv2dTransposed.reference(wide[3], wide[1], size=(H, W), **settings), 'dx')
+    same(get(op.weight.grad), more_weight + Conv2dFilters.reference(wide[3], wide[0], window=window, **settings), 'd weight')
+    same(get(op.bias.grad), more_bias + dy.sum((0, 2, 3)), 'd bias')
 
 
 def test_convolution_and_pooling_of_an_empty_batch():

@@ -9,7 +9,7 @@ from places import get, of_threads, put
 from rows import EACH, EXAMPLES, FIRST, SMALL, TABLE, AttentionRow, Run
 
 from pyops import backend
-from pyops.differences import central_differences
+from pyops.differences import SLACK, central_differences
 
 
 @pytest.mark.parametrize('row,size', [*EACH, *EXAMPLES])
@@ -28,6 +28,23 @@ def test_backward_equals_central_differences(row, size):
         if max(size) > 1:
             assert np.abs(numeric).max() > 1e-3, f'd {name} is 0 everywhere: this test checks nothing'
         close(run.grads[name], numeric, 5e-5, f'd {name}')
+
+
+# not with logits of 1e9, of which float64 has no digits for a small step
+@pytest.mark.parametrize('row,size', [p for p in EACH if max(p.values[1]) < 1e6])
+def test_backward_equals_the_slope_along_a_random_direction(row, size):
+    """Two values of the float64 reference for each gradient: also for sizes at which a difference for each element is too slow.
+    The error of a sum of n terms with random signs is sqrt(n) times the error of one, which is that of `close`, and half a unit
+    in the last place of the noise that a gradient of a parameter is added to."""
+    run, rng = Run(row, size), np.random.default_rng(2)
+    variables = run.variables()
+    for name, value in variables.items():
+        direction, step = rng.choice((-1.0, 1.0), value.shape), 1e-6
+        above, below = (run.reference(variables | {name: value + sign * step * direction}) for sign in (1, -1))
+        slope = ((above - below) * run.dy).sum() / (2 * step)
+        largest, noise = (np.abs(array).max(initial=0) for array in (run.grads[name], run.noise.get(name, np.zeros(1))))
+        one = 5e-5 * (largest + SLACK) + np.finfo(np.float32).eps * noise
+        near(np.array((run.grads[name] * direction).sum()), np.array(slope), one * np.sqrt(value.size), f'slope along d {name}')
 
 
 @pytest.mark.parametrize('row,size', EACH)
