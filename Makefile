@@ -276,8 +276,8 @@ PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16 compact) $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
 # The tests of ops and kernels on the CPU, without those that train models.
-COVERED := $(filter-out %mutants.py %quantization.py,$(wildcard tests/ops/test_*.py)) $(patsubst %,tests/backend/test_%.py,kernels strided formats \
-               scaled_formats hadamard ndarray)
+COVERED := $(filter-out %mutants.py %quantization.py,$(wildcard tests/ops/test_*.py)) tests/training/test_optim.py \
+           $(patsubst %,tests/backend/test_%.py,arguments kernels strided formats scaled_formats hadamard ndarray)
 
 C_FILES = $(shell find csrc cuda bench -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
 lint: .venv/test-ready ## check the Python code with ruff and its types with mypy, the C and CUDA code with clang-format
@@ -349,11 +349,12 @@ build/drawn/schedules.o: tests/helpers/schedules.c Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(CC))$(CC) -std=gnu11 -O1 -fPIC -Wall -Wextra -fvisibility=hidden -c -o $@ $<
 
-# -O0: optimised code has no branch of its own for each of the source.
+# -O0: optimised code has no branch of its own for each of the source.  Without always_inline: every copy of an inlined function
+# would have its own branches, most of them on constant arguments.
 coverage: .venv/test-ready ## count the lines and branches of csrc/ that the tests of ops run, with AVX2 (gcc and gcov)
 	rm -f build/coverage/*.gcda build/coverage/kernels/*.gcda
 	$(MAKE) cpu BUILD=build/coverage LIBRARY=build/coverage/libpyops.so \
-	    EXTRA_CFLAGS='-O0 -DPYOPS_WITHOUT_EXACT=1 --coverage -fprofile-update=atomic'
+	    EXTRA_CFLAGS='-O0 -Dalways_inline=unused -DPYOPS_WITHOUT_EXACT=1 --coverage -fprofile-update=atomic'
 	PYOPS_ISA=avx2 PYOPS_LIBRARY=build/coverage/libpyops.so $(PYTEST) -p no:cacheprovider $(COVERED) -k 'not torch and not only_the_abi'
 	.venv/bin/python -m scripts.coverage build/coverage
 

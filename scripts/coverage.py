@@ -17,11 +17,14 @@ from scripts.generated import update
 PROGRAM = 'scripts.coverage'
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / 'docs' / 'reliability.md'
-# Branches that the op table does not take, by a part of their line, and the reason.
-REASONS = {
-    r'pyops_scratch|failed|NO_MEMORY|if \(scratch|if \(work\b|no_memory':
-        'without memory: `tests/training/test_faults.py` lets each allocation fail',
-}
+# Branches that the op table does not take: their files, a part of their line (both regular expressions), and the reason.
+REASONS = [
+    ('', r'pyops_scratch|failed|NO_MEMORY|no_memory|if \(!?(scratch|spare|parts|work|packed)\b|&& (scratch|parts|spare)\b',
+     'without memory: `tests/training/test_faults.py` lets each allocation fail'),
+    ('dispatch.c|kernels/kernels.inc', '',
+     'other instruction sets, and settings of a process: `tests/backend/test_kernels.py` and `test_exact.py` start processes'),
+    ('', r'^(#pragma|_Pragma\("?) *omp', 'made by the compiler: how the threads of OpenMP divide a loop'),
+]
 
 
 def parser():
@@ -76,7 +79,7 @@ def source(file, line):
 def reason_of(file, line):
     """Return why a branch is not taken, None if that is not known."""
     text = source(file, line)
-    return next((reason for pattern, reason in REASONS.items() if re.search(pattern, text)), None)
+    return next((reason for files, part, reason in REASONS if re.match(files, file) and re.search(part, text)), None)
 
 
 def open_branches(lines, branches):
@@ -102,7 +105,9 @@ def table(lines, branches):
     reasons = Counter(reason_of(*key[:2]) for key, count in branches.items() if not count)
     text += ['', 'Branches that are not taken:', '']
     text += [f'- {count}: {reason}' for reason, count in reasons.most_common() if reason]
-    text += [f'- {reasons[None]}: without a reason'] if reasons[None] else []
+    rest = Counter(file for (file, line, *_), count in branches.items() if not count and not reason_of(file, line))
+    if rest:
+        text += [f'- {rest.total()}: without a reason, in {", ".join(f"`{file}` ({n})" for file, n in rest.most_common())}']
     return '\n'.join([*text, ''])
 
 

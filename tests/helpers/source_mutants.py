@@ -10,6 +10,7 @@ import collections
 import ctypes
 import faulthandler
 import functools
+import importlib.util
 import json
 import os
 import random
@@ -40,10 +41,13 @@ KINDS = {'relation': 'a comparison', 'arithmetic': 'an operator of arithmetic', 
          'barrier': 'a barrier is removed'}
 # Places that change only the time or the size of memory, with the reason.  No changes are drawn from these lines.
 ONLY_TIME = {
-    r'PYOPS_SHARE_|is_large|\bthreads > 1\b|num_threads': 'when several threads share the work',
+    r'PYOPS_SHARE_|is_large|\bthreads > 1\b|num_threads|const int (few|whole) =': 'when several threads share the work',
     r'__builtin_prefetch|PREFETCH|\bt\.(next|far|jump)\b|\bshare = NR|\bAHEAD': 'what is read ahead into a cache',
     r'_work\(|\bl\.\w+ = |pyops_scratch|posix_memalign': 'the size and order of work memory: too large is not wrong',
     r'^\s*enum \{|PYOPS_TUNED|\.(MC|KC|KB|B) = ': 'the size of blocks, which `make buggify` draws'}
+# Whole functions of that kind: sizes of work memory, prefetches, how threads share a product.
+OF_TIME = re.compile(r'^\w[^\n;]*\b(?:pyops_\w+_work|prefetch_row|grid_rows|fetch\w*(?=\(const call\b))\([^;{]*'
+                     r'\{(?:[^\n]*\}$|.*?^\})', re.M | re.S)
 FILES_LEFT_OUT = {'kernels/float32_body.inc': 'a loop that measures the machine'}
 
 
@@ -134,7 +138,7 @@ def mutations_of(file, text):
         add(match.end(2), match.end(2), ' - 1', 'bound')
         add(match.end(1), match.end(1), ' + 1', 'bound')
     _add_lines(code, lines, starts, add)
-    works = [(match.start(), match.end()) for match in re.finditer(r'^\w+ pyops_\w+_work\(.*?^}', code, re.M | re.S)]
+    works = [match.span() for match in OF_TIME.finditer(code)]
     return [m for m in found if not any(re.search(pattern, text.split('\n')[m.line - 1]) for pattern in ONLY_TIME)
             and not any(start <= m.start < end for start, end in works)]
 
@@ -345,9 +349,9 @@ __attribute__((constructor)) static void start(void) {{ proxy_load("{base}"); }}
 
 TESTS = [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'tests/ops').glob('test_*.py') if 'mutants' not in path.name),
          *(f'tests/backend/test_{name}.py'
-           for name in ('kernels', 'strided', 'formats', 'scaled_formats', 'hadamard', 'ndarray')),
+           for name in ('arguments', 'kernels', 'strided', 'formats', 'scaled_formats', 'hadamard', 'ndarray')),
          'tests/text/test_beam_search.py', 'tests/training/test_optim.py']
-LEFT_OUT = 'not torch and not requested_kernels and not PYOPS_ISA and not only_the_abi'
+LEFT_OUT = 'not PYOPS_ISA and not only_the_abi'         # they test another library than the changed one
 
 
 def _passes(item):
@@ -368,7 +372,9 @@ class Collected:
 
 
 def with_tests(library, isa, run, threads=1):
-    """Collect the tests of ops on a library, and call run(items)."""
+    """Collect the tests of ops on a library, and call run(items).  PyTorch is imported once, not in each child."""
+    if importlib.util.find_spec('torch'):
+        importlib.import_module('torch')
     os.environ.update(PYOPS_LIBRARY=str(library), PYOPS_ISA=isa, OMP_NUM_THREADS=str(threads))
     status = pytest.main(['-q', '--no-header', '--no-summary', '-p', 'no:cacheprovider', '-p', 'no:xdist', '-k', LEFT_OUT,
                           *TESTS], plugins=[Collected(run)])
@@ -376,15 +382,20 @@ def with_tests(library, isa, run, threads=1):
         raise RuntimeError(f'pytest ends with status {status}')
 
 
-EACH = 40               # tests of a function with parameters that are used: all would take minutes to record
+EACH = 40               # so many parameters of each test function are recorded, and more as long as they take
+RECORDED = 5.0          # less than this time in seconds: all of them would take many minutes
 
 
 def spread(items, each=EACH):
-    """Return the items with at most `each` of the parameters of a test function, evenly spaced."""
+    """Return the items in two lists: at most `each` of the parameters of a test function, evenly spaced, and the others at
+    random."""
     groups = collections.defaultdict(list)
     for item in items:
         groups[item.nodeid.partition('[')[0]].append(item)
-    return [group[len(group) * i // n] for group in groups.values() for n in [min(each, len(group))] for i in range(n)]
+    first = [group[len(group) * i // n] for group in groups.values() for n in [min(each, len(group))] for i in range(n)]
+    rest = sorted(set(items) - set(first), key=lambda item: item.nodeid)
+    random.Random(0).shuffle(rest)
+    return first, rest
 
 
 def record_reach(isa, target):
@@ -394,12 +405,18 @@ def record_reach(isa, target):
     def run(items):
         reached = ctypes.CDLL(str(REACH)).reached
         buffer, found = (ctypes.c_uint32 * (1 << 15))(), {}
-        reached(buffer)
-        for item in spread(items):
+        at_load = {places[at] for at in buffer[:reached(buffer)] if at in places}       # every test depends on constructors
+        first, rest = spread(items)
+        spent = collections.Counter()
+        for i, item in enumerate(first + rest):
+            function = item.nodeid.partition('[')[0]
+            if i >= len(first) and spent[function] > RECORDED:
+                continue
             start = time.process_time()
             passed = _passes(item)
             seconds = time.process_time() - start
-            seen = {places[at] for at in buffer[:reached(buffer)] if at in places}
+            spent[function] += seconds
+            seen = at_load | {places[at] for at in buffer[:reached(buffer)] if at in places}
             if passed:
                 found[item.nodeid] = [round(seconds, 4), sorted(seen)]
         target.write_text(json.dumps({'functions': sorted(set(places.values())), 'tests': found}))

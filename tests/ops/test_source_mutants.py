@@ -73,6 +73,12 @@ def test_another_index_is_one_of_a_loop_around_the_line():
 def test_lines_that_change_only_the_time_are_left_out():
     assert mutations_of('a.c', '    if (n > PYOPS_SHARE_FLOATS) x = 1;\n') == []
     assert mutations_of('a.c', '    if (n > MOST) x = 1;\n') != []
+    sizes = ('int64_t pyops_some_work(int64_t n) { return n + 1; }\n', 'int64_t pyops_some_work(int64_t n,\n'
+             '                        int64_t m) {\n    return n + m;\n}\n')
+    after = 'void f(int64_t n) {\n    x[n + 1] = 2 * n;\n}\n'
+    for text in sizes:
+        assert mutations_of('a.c', text) == []
+        assert {m.line for m in mutations_of('a.c', text + after)} == {text.count('\n') + 2}
 
 
 def test_real_sources_have_changes_of_every_kind():
@@ -110,7 +116,9 @@ def test_parameters_of_a_test_function_are_spread_evenly():
         def __init__(self, nodeid):
             self.nodeid = nodeid
     items = [Item(f'a[{i}]') for i in range(100)] + [Item('b')]
-    assert [item.nodeid for item in source_mutants.spread(items, 4)] == ['a[0]', 'a[25]', 'a[50]', 'a[75]', 'b']
+    first, rest = source_mutants.spread(items, 4)
+    assert [item.nodeid for item in first] == ['a[0]', 'a[25]', 'a[50]', 'a[75]', 'b']
+    assert {*first, *rest} == {*items} and len(first) + len(rest) == len(items)
 
 
 def test_other_parameters_of_the_same_functions_come_with_the_same_row_first():
