@@ -7,6 +7,7 @@
 
 Results are kept in build/mutants, so a long run can be made in portions.
 """
+import fnmatch
 import json
 import sys
 import time
@@ -20,7 +21,7 @@ from scripts.generated import update
 PROGRAM = 'scripts.source_mutants'
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / 'docs' / 'reliability.md'
-# Survivors that are no gap of the tests, and the reason: file, a part of the line, a part of the change.
+# Survivors that are no gap of the tests, and the reason: files, a part of the line, a part of the change.
 EXPLAINED = [
     ('batch_norm.c', 'v < 0.0f ?', '', 'both values are 0'),
     ('batch_norm.c', 'P > 1 && c < n', '', 'a sum of one value'),
@@ -30,6 +31,7 @@ EXPLAINED = [
     ('attention.c', 'return all * thread / threads', '', 'when several threads share the work'),
     ('gemm.c', 'jc += (K > k->KC ? SUMS : to - from)', '- ->', 'a step past the end of the only block'),
     ('gemm.c', 'if (b_step[d] || a_step[d]', '1 ||', 'matrices are multiplied one by one in place of together'),
+    ('kernels/*', '; i + VL <= n; i += VL)', '<= -> <', 'the last vector is computed number by number'),
     ('gemm.c', '? bias + from : NULL, M, to - from', '', 'K is at least 1 where a product starts at another column'),
     ('gemm.c', 'is_half', '', 'unused columns of the last tile are computed'),
     ('gemm.c', 'int packs =', '', 'whether a is packed: the same sums'),
@@ -119,7 +121,7 @@ def reason_of(mutation, build):
     line = (ROOT / 'csrc' / mutation.file).read_text().split('\n')[mutation.line - 1]
     change = f'{mutation.old} -> {mutation.new}'
     return next((reason for file, part, changes, reason in EXPLAINED
-                 if file == mutation.file and part in line and changes in change), None)
+                 if fnmatch.fnmatch(mutation.file, file) and part in line and changes in change), None)
 
 
 def text_of(mutation, build):

@@ -151,6 +151,21 @@ def test_rows_of_several_pieces_by_the_definition(fmt):
         assert same(np.asarray(get(decode(encode(put(x), fmt, axis)))), want)
 
 
+@pytest.mark.parametrize('rounding,rounded', [
+    ('floor', np.trunc), ('away', lambda v: np.copysign(np.floor(np.abs(v.astype('d')) + 0.5), v))], ids=['floor', 'away'])
+@pytest.mark.parametrize('block', ['axis', 'row', 300])
+def test_other_roundings_of_integers_by_the_definition(rounding, rounded, block):
+    f, x = parse(f'int8:block={block}:round={rounding}'), matrix(7, 2100, special=False)
+    for axis in (-1, 0):
+        want = np.empty_like(x)
+        for part in blocks_of(x.shape, f, axis):
+            scale = scale_of(np.abs(x[part]).max(), f, F32(1))
+            want[part] = np.clip(rounded(x[part] / scale), -127, 127).astype(F32) * scale + F32(0)
+        got = np.asarray(get(fake_quantize(put(x), f, axis)))
+        assert (got == want).all()
+        assert (np.asarray(get(decode(encode(put(x), f, axis)))) == want).all()
+
+
 @pytest.mark.parametrize('fmt', ['fp8:block=7', 'int8:block=axis', 'mxint8', 'int4:block=50'])
 def test_blocks_along_a_middle_axis_are_those_of_each_matrix(fmt):
     x = np.random.default_rng(12).standard_normal((3, 50, 40)).astype(F32)
