@@ -158,6 +158,25 @@ def test_binary_on_every_layout(layout_a, layout_b, dtype):
             check()
 
 
+@pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
+def test_axes_in_any_order_of_memory(dtype):
+    """Adjacent axes may be one longer axis in all operands, in some, or in none."""
+    rng, shape = np.random.default_rng(23), (2, 3, 4, 2)
+
+    def in_order(order):
+        """The shape in memory whose slowest axis is order[0]."""
+        return np.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order))
+    orders = [*itertools.permutations(range(4))]
+    for order in orders:
+        for other in (order, orders[0], orders[rng.integers(len(orders))]):
+            x, z, y = in_order(order), in_order(other), in_order(order)
+            x[...], z[...] = values(rng, shape, np.int32), values(rng, shape, np.int32)
+            launch('strided_binary', number('subtract'), arrays=(y, x, z))
+            same(y, x - z)
+            launch('strided_unary', number('negate'), arrays=(y, z))
+            same(y, -z)
+
+
 @quiet
 @pytest.mark.parametrize('dtype', DTYPES, **ids)
 @pytest.mark.parametrize('reflected', (0, 1))
