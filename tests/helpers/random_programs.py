@@ -237,6 +237,12 @@ class Training:
                                                        v=self.net.params.v, losses=self.history.log)
         return {name: get(array).tobytes() for name, array in arrays.items()}
 
+    def changing(self):
+        """Return all arrays that a step changes."""
+        params = self.net.params
+        return [params.values, params.grads, params.m, params.v, *dict(self.net.named_buffers()).values(),
+                *self.optimizer.arrays().values(), *self.history.arrays().values()]
+
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
@@ -247,59 +253,71 @@ def eager(program):
     return training
 
 
-def planned(program, before=lambda training, steps: None, runner=None):
-    training = Training(program)
-    steps = training.steps()
-    if runner:
-        steps.runner = runner
-    before(training, steps)
-    for rows in training.batches:
-        steps(put(rows))
-    return training
+class Planned:
+    """A program that runs from plans, several times from the same start: recording takes longer than running."""
+
+    def __init__(self, program):
+        self.training = Training(program)
+        self.steps = self.training.steps()
+        self._start = [get(array).copy() for array in self.training.changing()]
+
+    def run(self, runner=None):
+        """Run all steps; return the Training.  runner: as of Steps"""
+        for array, start in zip(self.training.changing(), self._start, strict=True):
+            array[...] = put(start)
+        if runner:
+            self.steps.runner = runner
+        for rows in self.training.batches:
+            self.steps(put(rows))
+        vars(self.steps).pop('runner', None)
+        return self.training
 
 
-def after_another_size(program):
-    return planned(program, lambda training, steps: [steps.plan(put(np.arange(n))) for n in (5, SAMPLES)])
+def after_another_size(planned):
+    another = Planned(planned.training.program)
+    for n in (5, SAMPLES):
+        another.steps.plan(put(np.arange(n)))
+    return another.run()
 
 
-def without_reuse(program):
+def without_reuse(planned):
     give_back, Plan._give_back = Plan._give_back, lambda self, block: self._live.pop(block.address, None)
     try:
-        return planned(program)
+        return Planned(planned.training.program).run()
     finally:
         Plan._give_back = give_back
 
 
-def on_nan(program):
+def on_nan(planned):
     """The memory of a plan is full of NaN before each step."""
     def run(plan):
         for block in plan._blocks:
             block.owner[...] = 0xff
         plan.run()
-    return planned(program, runner=run)
+    return planned.run(run)
 
 
-def on_threads(program, threads):
+def on_threads(planned, threads):
     before = backend.threads()
     backend.set_threads(threads)
     try:
-        return planned(program)
+        return planned.run()
     finally:
         backend.set_threads(before)
 
 
-WAYS = {'planned': planned, 'after another batch size': after_another_size, 'without reuse of memory': without_reuse}
+WAYS = {'planned': Planned.run, 'after another batch size': after_another_size, 'without reuse of memory': without_reuse}
 if not ON_GPU:
-    WAYS |= {'in memory full of NaN': on_nan, 'on two threads': lambda program: on_threads(program, 2),
-             'on three threads': lambda program: on_threads(program, 3)}
+    WAYS |= {'in memory full of NaN': on_nan, 'on two threads': lambda planned: on_threads(planned, 2),
+             'on three threads': lambda planned: on_threads(planned, 3)}
 
 
 def difference(program):
     """Train a program in all ways.  Return text about the first difference, or None."""
     with np.errstate(all='ignore'):
-        expected = eager(program).state()
+        expected, planned = eager(program).state(), Planned(program)
         for name, way in WAYS.items():
-            state = way(program).state()
+            state = way(planned).state()
             if wrong := [part for part in expected if state[part] != expected[part]]:
                 return f'{name}: {", ".join(wrong)} differ from those of steps without a plan'
         if ON_GPU:
