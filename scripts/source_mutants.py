@@ -41,6 +41,8 @@ EXPLAINED = [
     ('conv2d.c', 'is_even', '', 'which of two ways splits x into its phases'),
     ('conv2d.c', 'run == ', '', 'which of three ways copies a run'),
     ('conv2d.c', 'const int in_image', '', 'which of two ways writes the result'),
+    ('topk.c', 'i < chunks && parts', '<=', 'a chunk without columns adds nothing'),
+    ('strided.c', 'r.pieces = pyops_min(', '', 'into how many pieces a sum is cut'),
     ('gather.c', 'length <= total - sum', '', 'a later check compares the whole sum; this one keeps it from overflowing'),
     ('scaled_formats.c', 'const int64_t all =', '', 'an early return, and when several threads share the work'),
     ('linear_cross_entropy.c', 'for (int64_t v = 0; v < V; v += COLUMNS)', '<=', 'a chunk without columns adds 0'),
