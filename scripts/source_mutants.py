@@ -41,12 +41,16 @@ EXPLAINED = [
     ('conv2d.c', 'is_even', '', 'which of two ways splits x into its phases'),
     ('conv2d.c', 'run == ', '', 'which of three ways copies a run'),
     ('conv2d.c', 'const int in_image', '', 'which of two ways writes the result'),
+    ('batch_norm.c', 'p < P; p += POSITIONS', '<=', 'a piece without positions adds 0'),
+    ('pool2d.c', 'if (index[i] >= 0)', 'i -> p', 'all windows have an element, or none has: padding is at most half a window'),
+    ('strided.c', '.piece = -1,', '', 'any number below 0 says that there is none'),
+    ('rnn.c', 'if (p.whole) continue;', '', 'copies of rows that no one reads'),
     ('topk.c', 'i < chunks && parts', '<=', 'a chunk without columns adds nothing'),
     ('strided.c', 'r.pieces = pyops_min(', '', 'into how many pieces a sum is cut'),
     ('gather.c', 'length <= total - sum', '', 'a later check compares the whole sum; this one keeps it from overflowing'),
     ('scaled_formats.c', 'const int64_t all =', '', 'an early return, and when several threads share the work'),
     ('linear_cross_entropy.c', 'for (int64_t v = 0; v < V; v += COLUMNS)', '<=', 'a chunk without columns adds 0'),
-    ('linear_cross_entropy.c', 'failed', '', 'without memory, in tests/training/test_faults.py'),
+    ('*.c', 'failed', '', 'without memory, in tests/training/test_faults.py'),
     ('cross_entropy.c', 'C <= PYOPS_NARROW ? 256', '256', 'the size of a block'),
 ]
 

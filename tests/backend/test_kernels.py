@@ -251,7 +251,8 @@ def test_convert_copies_rows_and_nothing_between_them(R, C, ldy, ldx):
 
 
 @on_the_cpu
-@pytest.mark.parametrize('rows,columns', [(0, 3), (3, 0), (1, 1), (7, 9), (1, 8193), (5000, 3), (3, 300_000), (90, 8192)])
+@pytest.mark.parametrize('rows,columns', [(0, 3), (3, 0), (1, 1), (7, 9), (1, 8191), (1, 8193), (5000, 3), (3, 300_000),
+                                          (90, 8192)])
 @pytest.mark.parametrize('with_valid', (False, True))
 def test_a_description_counts_and_sums_the_numbers_of_valid_rows(rows, columns, with_valid):
     """Whole numbers, so that the sums are exact."""
