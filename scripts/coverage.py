@@ -19,10 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / 'docs' / 'reliability.md'
 # Branches that the op table does not take: their files, a part of their line (both regular expressions), and the reason.
 REASONS = [
-    ('', r'pyops_scratch|failed|NO_MEMORY|no_memory|if \(!?(scratch|spare|parts|work|packed)\b|&& (scratch|parts|spare)\b',
+    ('', r'pyops_scratch|failed|NO_MEMORY|no_memory|if \(!?(scratch|spare|parts|work|packed)\b|&& (scratch|parts|spare)\b'
+     r'|TRY\(|!status|if \(status|: PYOPS_OK;|if \(filled',           # a kernel that another one calls fails for lack of memory
      'without memory: `tests/training/test_faults.py` lets each allocation fail'),
     ('dispatch.c|kernels/kernels.inc', '',
      'other instruction sets, and settings of a process: `tests/backend/test_kernels.py` and `test_exact.py` start processes'),
+    ('kernels/', r'^(else )?switch |\bROWS\(1\)', 'made by macros for every height, width and operation: callers use some'),
+    ('', r'\bt\.(next|far|jump) =|k->any_col|k->is_exact|is_bf16|width >= VL|memcpy\(to, &pairs|last == VL|&rows\[VL - 1\]',
+     'tiles and vectors of other instruction sets'),
     ('', r'^(#pragma|_Pragma\("?) *omp', 'made by the compiler: how the threads of OpenMP divide a loop'),
 ]
 
