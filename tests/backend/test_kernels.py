@@ -810,12 +810,15 @@ def test_a_rate_rises_and_falls_with_the_inverse_square_root(warmup):
 
 
 def test_steps_are_logged_in_a_ring():
-    log, written, want = np.full((3, 3), -7, 'f'), np.zeros(1, np.int64), np.full((3, 3), -7, 'f')
-    for i in range(5):
-        valid, norm = None if i == 1 else np.array([10 + i], 'i'), None if i == 2 else np.array([0.25 * i], 'f')
-        launch('log_step', log, written, np.array([1.5 + i], 'f'), valid, norm, 3)
-        want[i % 3] = 1.5 + i, 0 if i == 1 else 10 + i, 0 if i == 2 else 0.25 * i
-        assert (log == want).all() and written[0] == i + 1
+    log, written, want, done = np.full((3, 3), -7, 'f'), np.zeros(1, np.int64), np.full((3, 3), -7, 'f'), 0
+    for i, steps in enumerate((1, 2, 1, 3, 2)):
+        loss, valid, norm = np.arange(steps) + 1.5 + i, np.arange(steps) + 10 * i, 0.25 * np.arange(steps) + i
+        given = [None if i == 1 else valid.astype('i'), None if i == 2 else norm.astype('f')]
+        launch('log_step', log, written, loss.astype('f'), *given, steps, 3)
+        for k in range(steps):
+            want[(done + k) % 3] = loss[k], 0 if i == 1 else valid[k], 0 if i == 2 else norm[k]
+        done += steps
+        assert (log == want).all() and written[0] == done
 
 
 @pytest.mark.parametrize('nesterov', (0, 1))
