@@ -1,13 +1,17 @@
-"""Time array operations against numpy: python -m bench.ndarray [--size N] [--threads N]
+"""Time array operations against numpy: python -m bench.ndarray [--size N] [--threads N] [--small]
 
 Elementwise operations, reductions and products of N x N matrices, each with a new result, and the overhead of an operation
 on small arrays and Tensors.  The contestants take turns; a figure is the shortest of many runs.  numpy uses one thread,
 except for products.
+
+--small: operations on arrays of 3 x 4 and products of many small matrices, on one thread.  A figure is the median CPU time of a
+call, and an operation that takes 2 us more than numpy's, or a product that takes longer than numpy's, is marked.
 """
 import time
 
 import numpy as np
 
+from bench.convolution import medians
 from pyops import backend, ndarray
 from pyops.autograd import Tensor
 from pyops.errors import exits_cleanly
@@ -44,6 +48,70 @@ CASES = {
 }
 
 
+# expressions of a, b, c (3, 4), the row numbers i (4,) and the mask m (3, 4): one for both, or ours and numpy's
+SMALL = (
+    'a + b', 'a * 2', 'a > b', '-a', 'abs(a)', 'a ** 2', 'a % 2.0', 'a // 2.0', 'm & m', '~m', 'a.copy()', 'a.astype("int32")',
+    *((f'b.{name}()', f'np.{name}(b)') for name in (
+        'exp', 'log', 'sqrt', 'tanh', 'sin', 'floor', 'ceil', 'round', 'sign', 'isnan', 'isfinite', 'isinf', 'square',
+        'reciprocal', 'tril', 'triu', 'ptp', 'sort')),
+    ('a.sigmoid()', '1 / (1 + np.exp(-a))'), ('a.relu()', 'np.maximum(a, 0)'), 'a.clip(-1.0, 1.0)',
+    ('where(m, a, b)', 'np.where(m, a, b)'),
+    *(f'a.{name}({axis})' for name in ('sum', 'mean', 'max', 'argmax', 'argmin', 'var', 'std', 'any', 'all', 'prod', 'cumsum')
+      for axis in (None, 0, 1)), ('a.sort(0)', 'np.sort(a, 0)'),
+    ('a.norm()', 'np.linalg.norm(a)'),
+    ('a.logsumexp(1)', '(top := a.max(1, keepdims=True))[:, 0] + np.log(np.exp(a - top).sum(1))'),
+    ('a.softmax(1)', '(e := np.exp(a - a.max(1, keepdims=True))) / e.sum(1, keepdims=True)'), 'a.argsort(1)',
+    ('a.topk(2)', 'np.take_along_axis(a, best := np.argsort(-a, 1)[:, :2], 1), best'), 'a.repeat(2)', 'a.repeat(2, 1)',
+    ('a.tile(2)', 'np.tile(a, 2)'), ('a.roll(1, 1)', 'np.roll(a, 1, 1)'), 'a.diagonal()', 'a.trace()', 'm.nonzero()',
+    ('a.pad(1)', 'np.pad(a, 1)'), ('concatenate([a, b])', 'np.concatenate([a, b])'), ('stack([a, b])', 'np.stack([a, b])'),
+    ('a.split(2, 1)', 'np.split(a, 2, 1)'), 'a.take(i, 0)', 'a[1]', 'a[1:, ::2]', 'a[i]', 'a[:, i]', 'a[m]', 'a[[0, 2]]',
+    'c.__setitem__(..., b)', 'c.__setitem__(1, 1.0)', 'c.__setitem__(m, 1.0)', 'c.__iadd__(b)', 'a.T', 'a.reshape(2, 6)',
+    'a.ravel()', 'a[None]', 'a.swapaxes(0, 1)', ('a.moveaxis(0, 1)', 'np.moveaxis(a, 0, 1)'),
+    ('a.flip(0)', 'np.flip(a, 0)'), 'a[:1].squeeze(0)', ('a.expand_dims(0)', 'np.expand_dims(a, 0)'),
+    ('a.broadcast_to((2, 3, 4))', 'np.broadcast_to(a, (2, 3, 4))'), ('zeros((3, 4))', 'np.zeros((3, 4), "f")'),
+    ('arange(12)', 'np.arange(12)'), ('array([1.0, 2.0, 3.0])', 'np.array([1.0, 2.0, 3.0])'),
+    'a[1, 2].item()', 'a.tolist()', 'a @ b.T', 'a[0].dot(b[0])',
+    *((f'einsum("{how}", a, b)', f'np.einsum("{how}", a, b)') for how in ('ij,kj->ik', 'ij,ij->i', 'ij,ij')))
+BATCHES = (((64, 8, 8), (64, 8, 8)), ((1000, 4, 4), (1000, 4, 4)), ((1000, 4, 4), (4, 4)), ((4, 4), (1000, 4, 4)),
+           ((10, 1, 4, 4), (10, 4, 4)), ((2000, 3, 3), (2000, 3, 1)), ((256, 16, 16), (256, 16, 16)),
+           ((64, 1, 64), (64, 64, 1)), ((2, 3, 4), (2, 4, 3)), ((64, 2, 32, 8), (64, 2, 8, 32)))
+
+
+def cpu_times(runs, seconds=0.1):
+    """Return the median CPU time of a call of each function, taking turns, each of about a millisecond."""
+    def turn(run, count):
+        def calls():
+            for _ in range(count):
+                run()
+        return calls
+    counts = [max(1, round(20e-3 / medians([turn(run, 20)], 0)[0])) for run in runs]
+    return [found / count for found, count in zip(medians(list(map(turn, runs, counts)), seconds), counts, strict=True)]
+
+
+def small(rng):
+    """Print the table of --small."""
+    backend.set_threads(1)
+    print(f'{backend.isa()}, numpy {np.__version__}; median CPU time of a call in us: pyops, numpy, difference')
+    x, z = rng.standard_normal((3, 4), 'f'), rng.random((3, 4), 'f') + np.float32(0.5)
+    theirs = dict(a=x, b=z, c=z + 1, i=np.array([0, 2, 1, 1], np.int32), m=x > 0)
+    ours = vars(ndarray) | {name: ndarray.array(value) for name, value in theirs.items()}
+
+    def row(name, our_time, numpys, allowed):
+        over = our_time - numpys
+        print(f'{name:36}{1e6 * our_time:9.2f}{1e6 * numpys:9.2f}{1e6 * over:9.2f}{" *" if over > allowed else ""}')
+
+    for texts in SMALL:
+        mine, other = texts if isinstance(texts, tuple) else (texts, texts)
+        row(mine, *cpu_times([eval(f'lambda: ({mine})', ours), eval(f'lambda: ({other})', theirs | {'np': np})]), 2e-6)
+    for shapes in BATCHES:
+        for name, transposed in (('', False), (' of b.mT', True)):
+            a, b = (rng.standard_normal(shape, 'f') for shape in shapes)
+            b = np.ascontiguousarray(b.swapaxes(-1, -2)).swapaxes(-1, -2) if transposed else b
+            c, d = ndarray.from_numpy(a), ndarray.from_numpy(b)
+            row(f'{" @ ".join(map(str, shapes))}{name}'.replace(', ', 'x'),
+                *cpu_times([lambda c=c, d=d: c @ d, lambda a=a, b=b: a @ b]), 0)
+
+
 def best(contestants, seconds, repeats):
     """Return the shortest time of each contestant, taking turns for about `seconds`."""
     times = [float('inf')] * len(contestants)
@@ -69,7 +137,10 @@ def main(argv=None):
     p.add_argument('--size', type=positive_int, default=4096, metavar='N', help='rows and columns (default 4096)')
     p.add_argument('--threads', type=positive_int, metavar='N', help='beside one (default: all cores)')
     p.add_argument('--seconds', type=float, default=1.0, metavar='S', help='for each operation (default 1)')
+    p.add_argument('--small', action='store_true', help='small arrays alone')
     args = p.parse_args(argv)
+    if args.small:
+        return small(np.random.default_rng(0))
     counts = sorted({1, args.threads or backend.threads()})
     rng = np.random.default_rng(0)
 

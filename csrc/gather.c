@@ -1,4 +1,5 @@
-/* gather.c - rows by index: pixels to floats, token ids to time-major steps or to packed sentences, rows of activations. */
+/* gather.c - rows by index: pixels to floats, token ids to time-major steps or to packed sentences, rows of activations; and
+ * the indices of elements that are not 0. */
 #include <string.h>
 #include "internal.h"
 
@@ -114,3 +115,27 @@ pyops_status pyops_scatter_rows(float *y, const float *x, const int32_t *rows, i
     for (int64_t r = 0; r < R; r++) memcpy(y + rows[r] * C, x + r * C, (size_t)C * sizeof *y);
     return PYOPS_OK;
 }
+
+/* at[0] (count) holds numbers of elements of an array (shape) of n elements; replace them by indices, one axis at a time. */
+static void split_axes(int32_t *at, int64_t count, int64_t n, const int64_t *shape, int64_t ndim) {
+    for (int64_t d = ndim - 1; d > 0; d--)
+        for (int64_t k = 0; k < count; k++) {
+            at[d * n + k] = (int32_t)(at[k] % shape[d]);
+            at[k] = (int32_t)(at[k] / shape[d]);
+        }
+}
+
+#define NONZERO(name, type) \
+    int64_t name(int32_t *at, const type *x, const int64_t *shape, int64_t ndim) { \
+        int64_t n = 1, count = 0; \
+        for (int64_t d = 0; d < ndim; d++) n *= shape[d]; \
+        for (int64_t i = 0; i < n; i++) { \
+            at[count] = (int32_t)i; /* written over unless x[i] is not 0: without a branch */ \
+            count += x[i] != 0; \
+        } \
+        split_axes(at, count, n, shape, ndim); \
+        return count; \
+    }
+NONZERO(pyops_nonzero, float)
+NONZERO(pyops_nonzero_int32, int32_t)
+NONZERO(pyops_nonzero_double, double)

@@ -77,6 +77,18 @@ PYOPS_API int64_t      pyops_kernel_number(const char *name);      /* of, for in
 PYOPS_API pyops_status pyops_replay(
     const pyops_action *actions, const pyops_value *values, double *seconds, int64_t *at,
     int64_t from, int64_t to, void *stream);
+/* A recording is a list of calls for arrays that have other addresses in every run: places name the pointers among the values,
+ * which become arrays[array] + offset bytes.  Array 0 and 1 are results, 2 to 4 operands, 5 is memory for intermediate results.
+ * On the CPU only, for small arrays; several threads may run one recording. */
+enum { PYOPS_RECORDED_VALUES = 512 };                              /* the most values of a recording */
+typedef struct { int64_t value, array, offset; } pyops_place;
+typedef struct {
+    const pyops_action *actions; const pyops_value *values; const pyops_place *places;
+    int64_t action_count, value_count, place_count;
+} pyops_recording;
+
+PYOPS_API pyops_status pyops_run_recording(
+    const pyops_recording *recording, void *y, void *z, void *a, void *b, void *c, void *work);
 /* Measure peak throughput: n rounds of independent fused multiply-adds in registers, on every thread.
  * flops[0] = the number of floating point operations. */
 PYOPS_API pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream);
@@ -264,6 +276,12 @@ PYOPS_API pyops_status pyops_cumulate_int32(
     int32_t *y, const int32_t *x, int64_t outer, int64_t n, int64_t inner, int32_t op, int32_t last, void *stream);
 PYOPS_API pyops_status pyops_cumulate_double(
     double *y, const double *x, int64_t outer, int64_t n, int64_t inner, int32_t op, int32_t last, void *stream);
+
+/* Where x (shape), compact, is not 0; NaN is not 0.  Returns the number of these elements.  at (ndim, elements of x) gets
+ * their indices in row-major order: at[d,k] is the index of the k-th along axis d.   ndim of at least 1.   On the CPU only. */
+PYOPS_API int64_t pyops_nonzero(int32_t *at, const float *x, const int64_t *shape, int64_t ndim);
+PYOPS_API int64_t pyops_nonzero_int32(int32_t *at, const int32_t *x, const int64_t *shape, int64_t ndim);
+PYOPS_API int64_t pyops_nonzero_double(int32_t *at, const double *x, const int64_t *shape, int64_t ndim);
 
 /* Operations on strided arrays of double, on the CPU only.  from_ and to_ name the other type of a conversion.
  * matmul   y (shape, M,N) = a (shape, M,K) b (shape, K,N):  strides (3,ndim) of the batch axes as in gemm_batched, in doubles

@@ -1,4 +1,4 @@
-/* replay.c - run a recorded list of kernel calls; measure the peak throughput of the machine.
+/* replay.c - run a recorded list of kernel calls, also on other arrays; measure the peak throughput of the machine.
  *
  * A call through Python costs microseconds, as much as a small kernel.  A recorded step is an array of actions, with only this
  * loop between them.  replay.awk generates the calls from pyops.h.
@@ -25,6 +25,19 @@ pyops_status pyops_replay(const pyops_action *actions, const pyops_value *values
         if (seconds) seconds[i] = now() - start;
     }
     return PYOPS_OK;
+}
+
+pyops_status pyops_run_recording(const pyops_recording *recording, void *y, void *z, void *a, void *b, void *c, void *work) {
+    char *const arrays[] = {y, z, a, b, c, work};
+    const int64_t count = recording->value_count;
+    PYOPS_REQUIRE(count >= 0 && count <= PYOPS_RECORDED_VALUES, "run_recording: value_count=%lld, expected 0 to %d", LL(count),
+                  PYOPS_RECORDED_VALUES);
+    pyops_value values[PYOPS_RECORDED_VALUES];          /* a copy, since another thread may run the recording */
+    memcpy(values, recording->values, (size_t)count * sizeof *values);
+    for (const pyops_place *place = recording->places, *end = place + recording->place_count; place < end; place++)
+        values[place->value].pointer = arrays[place->array] + place->offset;
+    int64_t at;
+    return pyops_replay(recording->actions, values, NULL, &at, 0, recording->action_count, NULL);
 }
 
 pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {

@@ -493,7 +493,7 @@ class Methods:
     def sort(self, axis: int | None = -1, descending: bool = False) -> Self:
         """Return a sorted copy, like np.sort; None: of the flattened array.  pyops.functional.sort also returns the indices."""
         x, d = self._along(axis)
-        return x.take_along_axis(x.argsort(d, descending=descending), d)
+        return x._picked(x.argsort(d, descending=descending), d)
 
     @accepts_torch_names
     def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Self, Self]:
@@ -503,7 +503,11 @@ class Methods:
         if not 0 <= k <= self.shape[d]:
             raise ValueError(f'topk: expected k from 0 to {self.shape[d]}, the size of axis {axis}, got {k}')
         best = self.argsort(d, descending=largest)[(slice(None),) * d + (slice(0, k),)]
-        return self.take_along_axis(best, d), best
+        return self._picked(best, d), best
+
+    def _picked(self, order: Any, axis: int) -> Self:
+        """Return the elements at indices of all rows along an axis, a part of what argsort returns."""
+        return self.take_along_axis(order, axis)
 
     @accepts_torch_names
     def take_along_axis(self, indices: Numbers, axis: int | None = -1) -> Self:
@@ -648,7 +652,8 @@ class Methods:
     def nonzero(self) -> tuple[Self, ...]:
         """Return the int32 indices of the elements that are not 0, an array for each axis."""
         found = np.nonzero(_numpy(self))
-        return tuple(self._constant(self._plain()._operand(one)) for one in found)
+        fits = max(self.shape, default=0) < 2**31           # array() checks each number of another dtype
+        return tuple(self._constant(self._plain()._operand(one.astype(np.int32) if fits else one)) for one in found)
 
     @accepts_torch_names
     def squeeze(self, axis: Axis = None) -> Self:

@@ -23,6 +23,7 @@ from pyops.backend import row_major, small
 from pyops.backend.arrays import MAX_AXES, Array
 from pyops.backend.device import DLPACK_CUDA, Buffer
 from pyops.backend.numpy_device import Numpy
+from pyops.backend.recorded import recorded
 from pyops.environment import backend_name
 from pyops.errors import UserError
 from pyops.methods import Methods, accepts_torch_names, accepts_tuple, as_axes, flipped_axes, normal_axes, several
@@ -234,6 +235,9 @@ class NDArray(Array, Methods):
         """Return the only element as a Python number.  Raises ValueError for another size."""
         if self.size != 1:
             raise ValueError(f'can only convert an array of size 1 to a number, got shape {self.shape}')
+        if self.buffer.device is backend.HOST and self.buffer.pointer is not None:
+            value = self.buffer.pointer[self.offset]            # without an array of numpy, which takes microseconds
+            return bool(value) if self.is_mask else value
         return self.numpy().item()
 
     def tolist(self) -> Any:
@@ -358,13 +362,22 @@ class NDArray(Array, Methods):
         """Return a view for integers, slices, Ellipsis and None; a copy for an index with arrays or lists of integers, masks or
         bools, as numpy's."""
         if is_advanced(index):
-            y = _small_take(self, index)
-            if y is None:
-                index = plain_index(index)
-                y = _small_get(self, numpy_index(index)) if self.size <= small.MOST_ROWS and not backend.is_recorded() else None
-            return gathered(self, index) if y is None else y
+            if type(index) is tuple:
+                return _small_gathered(self, *index)
+            if type(index) is NDArray and index.buffer.mask is None:
+                return _small_gathered(self, index)
+            return self._at(index)
         offset, shape, strides = self._select(index)
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
+
+    def _at(self, index: Any) -> NDArray:
+        """Return a copy of the elements at an index with arrays."""
+        y = _small_take(self, index)
+        if y is None:
+            index = plain_index(index)
+            if self.buffer.device is backend.HOST and self.size <= small.MOST_ROWS and not backend.is_recorded():
+                y = _small_get(self, numpy_index(index))
+        return gathered(self, index) if y is None else y
 
     def _select(self, index: Index) -> tuple[int, Shape, Shape]:
         if type(index) is int and self.shape:
@@ -497,6 +510,8 @@ class NDArray(Array, Methods):
 
     def __setitem__(self, index: Index, value: Numbers) -> None:
         if is_advanced(index):
+            if type(index) is NDArray and _small_fill_where(self, index, value):
+                return
             index = plain_index(index)
             if backend.is_recorded() or not _small_put(self, numpy_index(index), value):
                 self.put(positions(index, self.shape), value)
@@ -783,9 +798,6 @@ class NDArray(Array, Methods):
     @accepts_torch_names
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> NDArray:
         """Return the index of the maximum, the first of equals; NaN counts as largest.  axis=None: over the flattened array."""
-        y = _small_argmax(self, None if axis is None else normal_axes((axis,), self.ndim)[0], bool(keepdims))
-        if y is not None:
-            return y
         if axis is None:
             x, kept = _matrix(self.compact(), 1, self.size), (1,) * self.ndim
         else:
@@ -821,9 +833,6 @@ class NDArray(Array, Methods):
     def _running(self, op: str, axes: Shape, keepdims: bool | None = None) -> NDArray:
         """Return the running results of op, 'add' or 'multiply', along axes in ascending order; if keepdims is a bool, only the
         last ones."""
-        y = _SMALL_CUMULATE[op](self, axes, keepdims)
-        if y is not None:
-            return y
         x, kept = self._cast(INT) if self.is_mask else self, [d for d in range(self.ndim) if d not in axes]
         first = axes[0] if axes else 0
         if axes != tuple(range(first, first + len(axes))):              # the results have the order of the other axes
@@ -855,9 +864,6 @@ class NDArray(Array, Methods):
                 raise RuntimeError('argsort: arrays on a GPU are sorted on the CPU, which a plan cannot record; sort before or '
                                    'after the recording')
             return array(array(self.stored(), self.dtype, cpu())._sorting(axis, descending), device=self.device)
-        small_result = _small_argsort(self, descending) if axis == self.ndim - 1 else None
-        if small_result is not None:
-            return small_result
         x = self.moveaxis(axis, -1)._cast(DOUBLE)
         x = (x if not descending else -x).compact()
         y = _new(x.shape, INT, self.device, 'argsort')
@@ -865,6 +871,20 @@ class NDArray(Array, Methods):
             shape = math.prod(x.shape[:-1]), x.shape[-1]
             self.device.argsort(y.reshape(shape), x.reshape(shape))
         return y.moveaxis(-1, axis)
+
+    def nonzero(self) -> tuple[NDArray, ...]:
+        """Return the int32 indices of the elements that are not 0, an array for each axis."""
+        return _small_nonzero(self) or super().nonzero()
+
+    def _picked(self, order: NDArray, axis: int) -> NDArray:
+        if not order.size:
+            return super()._picked(order, axis)
+        x, order = (a.moveaxis(axis, -1).compact() for a in (self, order))
+        rows, n = self.size // self.shape[axis], self.shape[axis]
+        at = order.reshape(rows, -1) + array(np.arange(0, rows * n, n, INT), device=self.device).reshape(rows, 1)
+        y = _new(order.shape, self.dtype, self.device, 'take')
+        self.device.take(_matrix(y, y.size, 1), _matrix(x, x.size, 1), at.reshape(-1))
+        return (_as_mask(y) if self.is_mask else y).moveaxis(-1, axis).compact()
 
     def _pieces(self, sizes: Shape, axis: int) -> tuple[NDArray, ...]:
         ends = [sum(sizes[:i + 1]) for i in range(len(sizes))]
@@ -903,9 +923,9 @@ _SMALL_UNARY = {op: small.unary(NDArray, op) for op in ('copy', 'negate', 'abs',
                                                         'floor', 'sin', 'cos')}
 _SMALL_REDUCE = {op: small.reduce(NDArray, op) for op in ('sum', 'max', 'min')}
 _small_convert, _small_matmul, _small_where = small.convert(NDArray), small.matmul(NDArray), small.where(NDArray)
-_small_argmax, _small_assign, _small_take = small.argmax(NDArray), small.in_place('copy'), small.take(NDArray)
-_small_argsort, (_small_get, _small_put) = small.argsort(NDArray), small.elements(NDArray)
-_SMALL_CUMULATE = {op: small.cumulate(NDArray, op) for op in ('add', 'multiply')}
+_small_assign, _small_take, (_small_get, _small_put) = small.in_place('copy'), small.take(NDArray), small.elements(NDArray)
+_small_nonzero, _small_fill_where = small.nonzero(NDArray), small.fill_where(NDArray)
+_small_gathered = recorded(NDArray, lambda x, *index: x._at(index if len(index) > 1 else index[0]))
 _small_concatenate, _small_stack = small.join(NDArray, False), small.join(NDArray, True)
 
 
@@ -947,6 +967,15 @@ def _operators() -> None:
 
 
 _operators()
+
+
+# methods of several kernels, which run as one call for small arrays
+_RECORDED = ('round', '__round__', 'sign', 'isfinite', 'isinf', 'ceil', 'clip', 'clamp', 'tril', 'triu', 'dot', 'mean', 'var',
+             'std', 'ptp', 'norm', 'any', 'all', 'argmax', 'argmin', 'logsumexp', 'softmax', 'log_softmax', 'argsort', 'sort',
+             'topk', 'repeat', 'repeat_interleave', 'tile', 'roll', 'diagonal', 'trace', 'pad', 'prod', 'cumsum', 'cumprod',
+             '_running', '_sorting')
+for _name in _RECORDED:
+    setattr(NDArray, _name, recorded(NDArray, getattr(NDArray, _name)))
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
@@ -1427,6 +1456,7 @@ def where(condition: Any, a: Any, b: Any) -> NDArray:
     return _as_mask(y) if both_masks else y
 
 
+@functools.partial(recorded, NDArray)
 def einsum(subscripts: str, *operands: Numbers) -> NDArray:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
     pyops/einsum.py."""
@@ -1434,6 +1464,7 @@ def einsum(subscripts: str, *operands: Numbers) -> NDArray:
     return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in operands))
 
 
+@functools.partial(recorded, NDArray)
 def pad_axes(a: NDArray, widths: Any, value: float = 0) -> NDArray:
     """Surround a with `value`.  widths: ((before, after), ...) per axis, one pair for all axes, or one number."""
     widths = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist() if a.ndim else []

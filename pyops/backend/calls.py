@@ -100,3 +100,22 @@ class Calls:
             except Exception as error:
                 error.args = (f'action {self._at[0]}, {self.kernels[self._at[0]]}: {error}',)
                 raise
+
+
+class Recording(Calls):
+    """A list of kernel calls on the CPU for arrays with other addresses in every run, as pyops_run_recording takes it.
+
+    places: (number of the call, of its argument, of the array in pyops_run_recording, offset in bytes) for each pointer to such
+    an array;  kept: what the other pointers refer to.  ValueError for more arguments than a recording holds.
+    """
+
+    def __init__(self, calls, device, places, kept):
+        super().__init__(calls, device)
+        ffi, lib, _ = library.cpu()
+        if len(self._values) > lib.PYOPS_RECORDED_VALUES:
+            raise ValueError(f'recording: {len(self._values)} arguments, expected at most {lib.PYOPS_RECORDED_VALUES}')
+        self._places = ffi.new('pyops_place[]', [(self._list[call].first_value + argument, array, offset)
+                                                 for call, argument, array, offset in places])
+        self._kept, self.function = kept, lib.pyops_run_recording
+        self.described = ffi.new('pyops_recording *', (self._list, self._values, self._places, len(calls), len(self._values),
+                                                       len(places)))

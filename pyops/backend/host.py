@@ -15,8 +15,8 @@ from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations, layou
 from pyops.backend.pool import LEAST, Pool
 
 _ffi = _cffi_backend.FFI()
-_ADDRESS, _FLOATS, _CData, _BYTE = _ffi.typeof('intptr_t'), _ffi.typeof('float *'), _ffi.CData, np.dtype(np.uint8)
-_cast, _from_buffer = _ffi.cast, _ffi.from_buffer
+ADDRESS, _FLOATS, _CData, _BYTE = _ffi.typeof('intptr_t'), _ffi.typeof('float *'), _ffi.CData, np.dtype(np.uint8)
+cast, _from_buffer = _ffi.cast, _ffi.from_buffer
 NULL, SMALL = _ffi.NULL, 8192       # SMALL: the most bytes of a SmallBuffer
 # dtypes of NDArrays -> the C types of pointers to them
 KINDS = {FLOAT: _ffi.typeof('float[]'), INT: _ffi.typeof('int32_t[]'), DOUBLE: _ffi.typeof('double[]')}
@@ -29,14 +29,14 @@ buffer_over, unpacked, _new_object = _ffi.buffer, _ffi.unpack, object.__new__
 
 def as_floats(pointer):
     """Return a pointer of another type as a pointer to float32."""
-    return _cast(_FLOATS, pointer)
+    return cast(_FLOATS, pointer)
 
 
 def aligned(make, shape, dtype):
     """Return an array aligned to a cache line, in memory from make(bytes, uint8)."""
     dtype, shape = np.dtype(dtype), as_shape(shape)
     raw = make(math.prod(shape) * dtype.itemsize + ALIGN, _BYTE)
-    return np.ndarray(shape, dtype, raw, -int(_cast(_ADDRESS, _from_buffer(raw))) % ALIGN)
+    return np.ndarray(shape, dtype, raw, -int(cast(ADDRESS, _from_buffer(raw))) % ALIGN)
 
 
 LARGE = Pool(lambda nbytes: aligned(np.empty, (nbytes,), _BYTE))
@@ -93,7 +93,11 @@ class Host(Device):
             return x
         words = x.dtype.itemsize // 4
         shape, strides = (*x.shape, 2)[:x.ndim + words - 1], (*(n * words for n in x.strides), 1)[:x.ndim + words - 1]
-        return type(x)(self.wrap(x.buffer.owner.reshape(-1).view(dtype), True), x.offset * words, shape, strides, dtype)
+        return type(x)(self.as_dtype(x.buffer, dtype), x.offset * words, shape, strides, dtype)
+
+    def as_dtype(self, buffer, dtype):
+        """Return a Buffer over the same memory for arrays of another dtype."""
+        return self.wrap(buffer.owner.reshape(-1).view(dtype), True)
 
     def kernel_view(self, x):
         return self.numpy(x)
@@ -102,7 +106,7 @@ class Host(Device):
         return location(owner)
 
     def read(self, address, nbytes):
-        return np.array(_ffi.buffer(_cast('char *', address), nbytes), _BYTE) if nbytes else np.empty(0, _BYTE)
+        return np.array(_ffi.buffer(cast('char *', address), nbytes), _BYTE) if nbytes else np.empty(0, _BYTE)
 
     def buffer_of(self, data):
         block = self.block(max(data.nbytes, 1))
@@ -135,7 +139,7 @@ class Host(Device):
             if takes_strides and not array.flags.c_contiguous:
                 if is_written and not array.flags.writeable:
                     raise ValueError(f'{kernel}: {name}: expected a writeable array, got a read-only one; copy it')
-                return _cast(pointer, array.ctypes.data)
+                return cast(pointer, array.ctypes.data)
             return _from_buffer(kind, array, is_written)
         return convert
 

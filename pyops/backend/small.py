@@ -24,7 +24,6 @@ from pyops.backend.host import (
     buffer_over,
     small_buffer,
     small_memory,
-    unpacked,
     zeroed_memory,
 )
 from pyops.backend.operations import CONVERSIONS, DOUBLE, FLOAT, INT, layout
@@ -36,11 +35,10 @@ PYTHON_NUMBERS = frozenset((float, int))
 _FILLS = PYTHON_NUMBERS | {bool}
 _ON_INT = frozenset(('copy', 'negate', 'abs'))          # unary operations that int32 has, too
 _KEEP_MASKS = frozenset(('copy', 'abs', 'max', 'min'))  # of one array: the result of a mask is a mask
-_NO_MASKS = frozenset(('negate', 'cumulate'))           # those for which the general path decides about masks
 _new_object = object.__new__
 
 
-def _result(array_type, pointer, nbytes, shape, strides, dtype):
+def new_array(array_type, pointer, nbytes, shape, strides, dtype):
     """Return a compact array over new memory.  Setting the attributes here takes half the time of __init__."""
     y = _new_object(array_type)
     y.buffer = small_buffer(pointer, nbytes)
@@ -139,7 +137,7 @@ def binary(array_type, op, compares, may_be_mask):
             return None
         if status:
             HOST.check(status)
-        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
         if compares:
             y.buffer.mask = 0           # the version of a new Buffer
         return y
@@ -193,7 +191,7 @@ def scalar(array_type, op, compares):
             return None
         if status:
             HOST.check(status)
-        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
         if compares:
             y.buffer.mask = 0
         return y
@@ -233,7 +231,7 @@ def reduce(array_type, op):
 
 def _of_one_array(array_type, prepared, op):
     """Return f(x, how, more).  prepared(x, how, more) returns the call, whose last item is the arguments after the arrays."""
-    calls, keeps_masks, takes_masks = {}, op in _KEEP_MASKS, op not in _NO_MASKS
+    calls, keeps_masks, takes_masks = {}, op in _KEEP_MASKS, op != 'negate'      # whose general path decides about masks
 
     def run(x, how=None, more=None):
         buffer = x.buffer
@@ -253,7 +251,7 @@ def _of_one_array(array_type, prepared, op):
             return None
         if status:
             HOST.check(status)
-        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
         if keeps_masks and buffer.mask == buffer.version:
             y.buffer.mask = 0           # the version of a new Buffer
         return y
@@ -261,17 +259,27 @@ def _of_one_array(array_type, prepared, op):
 
 
 def matmul(array_type):
-    """Return f(a, b) for vectors and matrices of float32, as pyops.backend.gemm."""
+    """Return f(a, b) for vectors, matrices and batches of them, both float32 or both float64.  The result may be large."""
     calls = {}
 
     def prepared(a, b):
-        if a.dtype is not FLOAT or b.dtype is not FLOAT or not 1 <= len(a.shape) <= 2 or not 1 <= len(b.shape) <= 2:
+        if a.dtype is not b.dtype or a.dtype not in (FLOAT, DOUBLE) or not a.shape or not b.shape:
             return None
-        (M, K), (a_row, a_column) = (a.shape, a.strides) if len(a.shape) == 2 else ((1, *a.shape), (0, *a.strides))
-        (rows, N), (b_row, b_column) = (b.shape, b.strides) if len(b.shape) == 2 else ((*b.shape, 1), (*b.strides, 0))
-        memory = _memory_of(a.shape[:-1] + b.shape[1:], FLOAT) if K == rows else None
-        return memory and (library.cpu().lib.pyops_gemm, *memory,
-                           (NULL, M, N, K, N, a_row, a_column, b_row, b_column, 0, 0, NULL))
+        left, a_steps = ((1, *a.shape), (0, *a.strides)) if len(a.shape) == 1 else (a.shape, a.strides)
+        right, b_steps = ((*b.shape, 1), (*b.strides, 0)) if len(b.shape) == 1 else (b.shape, b.strides)
+        (M, K), (rows, N), batch = left[-2:], right[-2:], _broadcast(left[:-2], right[:-2])
+        if batch is None or K != rows or 0 in (*batch, M, N) or len(batch) + 2 > MAX_AXES:
+            return None
+        shape = (*batch, *a.shape[-2:-1], *(b.shape[-1:] if len(b.shape) > 1 else ()))
+        count = math.prod(shape)
+        memory = KINDS[a.dtype], count, count * a.dtype.itemsize, shape, row_major(shape), a.dtype
+        strides = *a_steps[-2:], *b_steps[-2:]
+        if not batch and a.dtype is FLOAT:
+            return library.cpu().lib.pyops_gemm, *memory, (NULL, M, N, K, N, *strides, 0, 0, NULL)
+        where = layout(batch, batch, row_major((*batch, M, N))[:-2], left[:-2], a_steps[:-2], right[:-2], b_steps[:-2])
+        if a.dtype is FLOAT:
+            return library.cpu().lib.pyops_gemm_batched, *memory, (*where, M, N, K, N, *strides, 0, NULL)
+        return library.cpu().lib.pyops_matmul_double, *memory, (*where, M, N, K, N, *strides, NULL)
 
     def run(a, b):
         left, right = a.buffer, b.buffer
@@ -284,14 +292,17 @@ def matmul(array_type):
         if call is None:
             return None
         function, kind, count, nbytes, shape, strides, dtype, arguments = call
-        pointer = small_memory(kind, count)
+        large = HOST.allocate(shape, dtype, 'matmul') if nbytes > SMALL else None
+        pointer = small_memory(kind, count) if large is None else large.pointer
         try:
             status = function(pointer, left.pointer + a.offset, right.pointer + b.offset, *arguments)
         except TypeError:
             return None
         if status:
             HOST.check(status)
-        return _result(array_type, pointer, nbytes, shape, strides, dtype)
+        if large is not None:
+            return array_type(large, 0, shape, strides, dtype)
+        return new_array(array_type, pointer, nbytes, shape, strides, dtype)
     return run
 
 
@@ -394,22 +405,8 @@ def where(array_type):
             return None
         if status:
             HOST.check(status)
-        return _result(array_type, pointer, nbytes, shape, strides, dtype)
+        return new_array(array_type, pointer, nbytes, shape, strides, dtype)
     return run
-
-
-def argmax(array_type):
-    """Return f(x, axis, keepdims) for compact floats and the last axis or, with axis None, all of them.  axis: at least 0."""
-    def prepared(x, axis, keepdims):
-        n, ndim = math.prod(x.shape), len(x.shape)
-        if x.dtype not in (FLOAT, DOUBLE) or not n or x.strides != row_major(x.shape) or axis not in (None, ndim - 1):
-            return None
-        kept = (1,) * ndim if axis is None else (*x.shape[:-1], 1)
-        columns = n if axis is None else x.shape[-1]
-        memory = _memory_of(kept if keepdims else () if axis is None else kept[:-1], INT)
-        function = library.cpu().lib.pyops_argmax if x.dtype is FLOAT else library.cpu().lib.pyops_argmax_double
-        return memory and (function, *memory, (n // columns, columns, NULL))
-    return _of_one_array(array_type, prepared, 'argmax')
 
 
 def full(array_type, kind_of):
@@ -457,7 +454,7 @@ def full(array_type, kind_of):
                 return None
             if status:
                 HOST.check(status)
-        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
         if is_mask:
             y.buffer.mask = 0
         return y
@@ -479,7 +476,7 @@ def from_numpy(array_type):
         else:
             with np.errstate(invalid='ignore', over='ignore'):
                 view[...] = found
-        return _result(array_type, pointer, nbytes, shape, row_major(shape), dtype)
+        return new_array(array_type, pointer, nbytes, shape, row_major(shape), dtype)
     return run
 
 
@@ -529,129 +526,137 @@ def join(array_type, is_new):
                     HOST.check(status)
         except TypeError:               # the pointer of freed memory is None
             return None
-        y = _result(array_type, pointer, nbytes, shape, strides, dtype)
+        y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
         if are_masks:
             y.buffer.mask = 0
         return y
     return run
 
 
+def nonzero(array_type):
+    """Return f(x), the int32 indices of the elements of a compact array that are not 0, an array for each axis; all have the
+    same Buffer."""
+    calls = {}
+
+    def prepared(x):
+        n, ndim = math.prod(x.shape), len(x.shape)
+        if x.dtype not in KINDS or not 0 < ndim * n * INT.itemsize <= SMALL or x.strides != row_major(x.shape):
+            return None
+        return HOST.function('nonzero', x.dtype), n, layout(x.shape)[0], ndim
+
+    def run(x):
+        buffer = x.buffer
+        if buffer.device is not HOST or buffer.pointer is None or state.hooked_thread is not None:
+            return None
+        key = x.shape, x.strides, x.dtype
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(x))
+        if call is None:
+            return None
+        function, n, c_shape, ndim = call
+        pointer = small_memory(KINDS[INT], ndim * n)
+        shape = function(pointer, buffer.pointer + x.offset, c_shape, ndim),
+        y = new_array(array_type, pointer, 4 * ndim * n, shape, (1,), INT)
+        return y, *[array_type(y.buffer, d * n, shape, (1,), INT) for d in range(1, ndim)]
+    return run
+
+
 def take(array_type):
-    """Return f(x, index) for a compact array x and an index of some rows: a list, or an array of one axis, of integers, or a
-    mask of the first axes of x."""
+    """Return f(x, index) for a compact array x and an index of some rows: a list or a numpy array of one axis, of integers, or
+    a mask of the first axes of x."""
     def rows_in(index, x):
-        """Return the row numbers in an index, and the number of axes of x that it selects from; None for another index."""
-        if index.__class__ is list:
-            if len(index) > MOST_ROWS or not all([i.__class__ is int for i in index]):
+        """Return a C array of the row numbers in an index, how many they are, and the number of axes of x that it selects from;
+        None for another index."""
+        if index.__class__ is array_type:
+            buffer, count = index.buffer, math.prod(index.shape)
+            if (buffer.mask is None or buffer.mask != buffer.version or buffer.device is not HOST or buffer.pointer is None
+                    or not index.shape or index.shape != x.shape[:len(index.shape)] or not 0 < count <= MOST_ROWS
+                    or index.strides != row_major(index.shape)):
                 return None
-            return index, 1
+            rows = small_memory(KINDS[INT], count)
+            function = HOST.function('nonzero', index.dtype)
+            return rows, function(rows, buffer.pointer + index.offset, layout((count,))[0], 1), len(index.shape)
         if index.__class__ is np.ndarray:
             if index.size > MOST_ROWS:
                 return None
             if index.dtype.kind == 'b':
-                fits = index.ndim and index.shape == x.shape[:index.ndim]
-                return (np.flatnonzero(index).tolist(), index.ndim) if fits else None
-            return (index.tolist(), 1) if index.dtype.kind in 'iu' and index.ndim == 1 else None
-        if index.__class__ is not array_type:
-            return None
-        buffer, count = index.buffer, math.prod(index.shape)
-        if (buffer.device is not HOST or buffer.pointer is None or not index.shape or count > MOST_ROWS
-                or index.strides != row_major(index.shape)):
-            return None
-        if buffer.mask == buffer.version:
-            if index.shape != x.shape[:len(index.shape)]:
+                if not index.ndim or index.shape != x.shape[:index.ndim]:
+                    return None
+                rows = np.flatnonzero(index).tolist()
+                return small_memory(KINDS[INT], rows), len(rows), index.ndim
+            if index.dtype.kind not in 'iu' or index.ndim != 1:
                 return None
-            return [i for i, value in enumerate(unpacked(buffer.pointer + index.offset, count)) if value], len(index.shape)
-        if buffer.mask is not None or index.dtype is not INT or len(index.shape) != 1:
+            index = index.tolist()
+        elif index.__class__ is not list or len(index) > MOST_ROWS or not all([i.__class__ is int for i in index]):
             return None
-        return unpacked(buffer.pointer + index.offset, count), 1
+        n = x.shape[0]
+        if not index or min(index) < -n or max(index) >= n:
+            return None
+        return small_memory(KINDS[INT], index if min(index) >= 0 else [i + n if i < 0 else i for i in index]), len(index), 1
 
     def run(x, index):
         buffer = x.buffer
         if (buffer.device is not HOST or x.dtype not in KINDS or not x.shape or x.strides != row_major(x.shape)
-                or state.hooked_thread is not None):
+                or buffer.pointer is None or state.hooked_thread is not None):
             return None
         found = rows_in(index, x)
         if found is None:
             return None
-        rows, axes = found
-        shape = len(rows), *x.shape[axes:]
-        n, count, kind = math.prod(x.shape[:axes]), math.prod(shape), KINDS[x.dtype]
+        rows, many, axes = found
+        shape, kind = (many, *x.shape[axes:]), KINDS[x.dtype]
+        count = math.prod(shape)
         nbytes = count * x.dtype.itemsize
         if not 0 < nbytes <= SMALL:
             return None
-        if min(rows) < 0:
-            rows = [i + n if i < 0 else i for i in rows]
-        if min(rows) < 0 or max(rows) >= n or buffer.pointer is None:
-            return None
-        pointer, at, words = small_memory(kind, count), buffer.pointer + x.offset, count // len(rows)
+        pointer, at, words = small_memory(kind, count), buffer.pointer + x.offset, count // many
         to = pointer
         if x.dtype is not FLOAT:        # the kernel copies words of 4 bytes
             to, at, words = as_floats(pointer), as_floats(at), words * x.dtype.itemsize // 4
-        status = library.cpu().lib.pyops_embedding_forward(to, at, small_memory(KINDS[INT], rows), len(rows), n, words, NULL)
+        status = library.cpu().lib.pyops_embedding_forward(to, at, rows, many, math.prod(x.shape[:axes]), words, NULL)
         if status:
             HOST.check(status)
-        y = _result(array_type, pointer, nbytes, shape, row_major(shape), x.dtype)
+        y = new_array(array_type, pointer, nbytes, shape, row_major(shape), x.dtype)
         if buffer.mask == buffer.version:
             y.buffer.mask = 0
         return y
     return run
 
 
-def cumulate(array_type, op):
-    """Return f(x, axes, how): the running sums or products (op 'add' or 'multiply') of a compact array along adjacent axes, a
-    tuple of ints in order.  how: None, for all of them; True or False, for the last, with keepdims or without."""
-    def prepared(x, axes, how):
-        if x.dtype not in KINDS or x.strides != row_major(x.shape) or not axes or axes != tuple(range(axes[0], axes[-1] + 1)):
-            return None
-        outer, n, inner = (math.prod(x.shape[d] for d in part) for part in (
-            range(axes[0]), axes, range(axes[-1] + 1, len(x.shape))))
-        shape = x.shape
-        if how is not None:
-            shape = tuple([1 if d in axes else size for d, size in enumerate(shape) if how or d not in axes])
-        memory = _memory_of(shape, x.dtype)
-        arguments = outer, n, inner, HOST.numbers[op], how is not None, NULL
-        return memory and (HOST.function('cumulate', x.dtype), *memory, arguments)
-    return _of_one_array(array_type, prepared, 'cumulate')
-
-
-def argsort(array_type):
-    """Return f(x, descending), which sorts along the last axis."""
+def fill_where(array_type):
+    """Return f(x, mask, value), which sets x to a Python number where a mask of its shape and dtype is true, and returns whether
+    it did."""
     calls = {}
 
-    def prepared(x, descending):
-        compact = row_major(x.shape)
-        memory = _memory_of(x.shape, INT) if x.dtype in KINDS and x.shape else None
-        if memory is None:
+    def prepared(x, mask):
+        is_broadcast = any([n > 1 and not step for n, step in zip(x.shape, x.strides, strict=True)])
+        if x.dtype not in KINDS or mask.dtype is not x.dtype or mask.shape != x.shape or 0 in x.shape or is_broadcast:
             return None
-        convert = None if x.dtype is DOUBLE else _conversion(x, DOUBLE)
-        number = HOST.numbers['negate' if descending else 'copy']
-        where = *layout(x.shape, x.shape, compact, x.shape, x.strides if convert is None else compact), number, NULL
-        return convert, descending or convert is None, where, *memory
+        where = layout(x.shape, x.shape, x.strides, mask.shape, mask.strides, (), (), x.shape, x.strides)
+        return HOST.function('strided_where', x.dtype), KINDS[x.dtype], where
 
-    def run(x, descending):
-        buffer = x.buffer
-        if buffer.device is not HOST or state.hooked_thread is not None:
-            return None
-        key = x.shape, x.strides, x.dtype, bool(descending)
+    def run(x, mask, value):
+        buffer, chosen = x.buffer, mask.buffer
+        if (value.__class__ not in PYTHON_NUMBERS or buffer.device is not HOST or chosen.device is not HOST
+                or buffer.mask is not None or chosen.mask is None or chosen.mask != chosen.version
+                or chosen is buffer or buffer.foreign or chosen.foreign or state.hooked_thread is not None):
+            return False
+        key = x.shape, x.strides, x.dtype, mask.shape, mask.strides, mask.dtype
         call = calls.get(key, False)
         if call is False:
-            call = _remember(calls, key, prepared(x, key[-1]))
-        if call is None or buffer.pointer is None:
-            return None
-        convert, copies, where, kind, count, nbytes, shape, strides, dtype = call
-        at = buffer.pointer + x.offset
-        if convert is not None:
-            at = _converted(convert, at)
-        lib, pointer, status = library.cpu().lib, small_memory(kind, count), 0
-        if copies:
-            sorted_by = small_memory(KINDS[DOUBLE], count)
-            status = lib.pyops_strided_unary_double(sorted_by, at, *where)
-            at = sorted_by
-        status = status or lib.pyops_argsort_double(pointer, at, count // shape[-1], shape[-1], NULL)
+            call = _remember(calls, key, prepared(x, mask))
+        if call is None:
+            return False
+        function, kind, where = call
+        try:
+            to = buffer.pointer + x.offset
+            status = function(to, chosen.pointer + mask.offset, small_memory(kind, (value,)), to, *where, NULL)
+        except (TypeError, OverflowError):      # freed memory, a float and int32, an integer outside int32
+            return False
         if status:
             HOST.check(status)
-        return _result(array_type, pointer, nbytes, shape, strides, dtype)
+        buffer.version += 1
+        return True
     return run
 
 
@@ -685,7 +690,7 @@ def elements(array_type):
             return None
         pointer, kind = x.buffer.pointer + x.offset, KINDS[x.dtype]
         result = small_memory(kind, [pointer[i] for i in found.reshape(-1).tolist()])
-        y = _result(array_type, result, found.size * x.dtype.itemsize, found.shape, row_major(found.shape), x.dtype)
+        y = new_array(array_type, result, found.size * x.dtype.itemsize, found.shape, row_major(found.shape), x.dtype)
         if x.buffer.mask == x.buffer.version:
             y.buffer.mask = 0
         return y

@@ -1237,6 +1237,89 @@ def test_any_index_of_small_arrays(dtype):
         assert truth.is_mask and (truth.numpy() == ((x > 0) | mask)).all()
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'int32', 'float64'])
+@of_the_host
+def test_the_indices_of_elements_that_are_not_0(dtype, device):
+    rng = np.random.default_rng(0)
+    for shape in ((7,), (3, 4), (2, 3, 4), (1, 1), (0, 3), (2, 2, 1, 3, 2), (30, 80)):
+        for share in (0.0, 0.4, 1.0):
+            x = (rng.random(shape) < share) * rng.integers(1, 5, shape).astype(dtype)
+            if x.size and dtype != 'int32':
+                x.reshape(-1)[::3] = np.resize([np.nan, -0.0, 1e-45, np.inf], x.reshape(-1)[::3].shape)
+            elif x.size:
+                x.reshape(-1)[::3] = -2**31
+            for view in (lambda x: x, lambda x: x.T, lambda x: x[::-1]):
+                found = view(array(x, dtype)).nonzero()
+                assert [(one.tolist(), one.dtype) for one in found] == [(one.tolist(), np.int32) for one in np.nonzero(view(x))]
+    with pytest.raises(ValueError, match='freed'):
+        freed = array(np.ones(3, dtype))
+        freed.buffer.free()
+        freed.nonzero()
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'int32', 'float64'])
+@of_the_host
+def test_a_number_where_a_mask_is_true(dtype, device):
+    for view in (lambda x: x, lambda x: x.T, lambda x: x[::-1, 1:]):
+        for value in (7, -1.5 if dtype != 'int32' else -3, 0, True):
+            ours, theirs = array(numbers(3, 4), dtype), numbers(3, 4).astype(dtype)
+            part, of_numpy = view(ours), view(theirs)
+            mask, version = part > 0, ours.buffer.version
+            part[mask] = value
+            of_numpy[of_numpy > 0] = value
+            np.testing.assert_array_equal(ours.numpy(), theirs)
+            assert ours.buffer.version == version + 1 and ours.dtype == dtype
+    x, mask = array(numbers(3, 4), dtype), array(numbers(3, 4), dtype) > 0
+    for bad, error in ((lambda: x.__setitem__(mask[:2], 1), IndexError),
+                       (lambda: x[0].broadcast_to((3, 4)).__setitem__(mask, 1), ValueError)):
+        with pytest.raises(error):
+            bad()
+    mask[mask] = 0                                      # the same memory
+    assert not mask.numpy().any() and mask.is_mask
+    x[x == 2**30] = 1.5                                 # no element
+    if dtype == 'int32':
+        with pytest.raises(OverflowError):
+            x[x < 99] = 2**40
+
+
+@of_the_host
+def test_one_element_as_a_number_of_python(device):
+    for dtype, value in (('float32', 0.1), ('float64', 0.1), ('int32', -7)):
+        x = array(np.array([[1, value], [3, 4]], dtype), dtype)
+        for one in (x[0, 1], x.T[1, 0], x[:1, 1:], x.numpy()[0, 1]):
+            assert one.item() == np.array(value, dtype).item() and type(one.item()) is type(value)
+    assert (x == -7)[0, 1].item() is True and (x == -7)[0, 0].item() is False
+    with pytest.raises(ValueError, match='size 1'):
+        x.item()
+    x.buffer.free()
+    with pytest.raises(ValueError, match='its memory was freed'):
+        x[0, 0].item()
+
+
+@pytest.mark.parametrize('shapes', [((5, 3, 4), (5, 4, 2)), ((5, 3, 4), (4, 2)), ((3, 4), (5, 4, 2)), ((2, 1, 3, 4), (5, 4, 2)),
+                                    ((4,), (5, 4, 2)), ((5, 3, 4), (4,)), ((300, 4, 4), (300, 4, 4)), ((2, 3, 0), (2, 0, 4)),
+                                    ((0, 3, 4), (4, 2)), ((1, 2, 9, 17), (3, 1, 17, 9))])
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+@of_the_host
+def test_products_of_many_small_matrices(shapes, dtype, device):
+    a, b = (np.random.default_rng(0).integers(-9, 10, shape).astype(dtype) for shape in shapes)
+    for ours, theirs in ((lambda x: x, lambda x: x), (lambda x: x[..., ::-1].copy()[..., ::-1],) * 2,
+                         (lambda x: x.swapaxes(0, -1).copy().swapaxes(0, -1),) * 2):
+        x, y = ours(array(a, dtype)), ours(array(b, dtype))
+        want = theirs(a) @ theirs(b)
+        for _ in range(2):
+            got = x @ y
+            np.testing.assert_array_equal(got.numpy(), want)
+            assert got.dtype == dtype and got.is_compact()
+    if a.size:
+        free = array(a, dtype)
+        free.buffer.free()
+        with pytest.raises(ValueError, match='its memory was freed'):
+            free @ array(b, dtype)
+    with pytest.raises(ValueError, match='do not fit|broadcast'):
+        array(a, dtype) @ array(np.ones((7, 9, 2)), dtype)
+
+
 @pytest.mark.parametrize('device', sorted({*DEVICES} & {'cpu'}), indirect=True)         # the oracle has no kernels to record
 def test_a_plan_records_an_operation_that_ran_before(device):
     x = np.ones((3, 4), 'f')
