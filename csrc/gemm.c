@@ -259,6 +259,24 @@ pyops_status pyops_linear_pair_backward(float *dx1, float *dx2, float *dweight1,
     return status;
 }
 
+/* Products whose b, or a copy of it with contiguous rows, is multiplied in place. */
+enum { TRANSPOSED = 1024 };     /* floats of such a copy */
+
+static int is_tiny(const pyops_kernels *k, pyops_view b, int64_t M, int64_t N, int64_t K) {
+    return K && !k->micro.is_bf16 && M * N * K <= SMALL && (b.col == 1 || K * N <= TRANSPOSED);
+}
+
+static void tiny_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, int64_t M, int64_t N,
+                         int64_t K, int flags) {
+    float rows[TRANSPOSED];
+    if (b.col != 1) {
+        for (int64_t n = 0; n < N; n++)
+            for (int64_t j = 0; j < K; j++) rows[j * N + n] = b.p[j * b.row + n * b.col];
+        b = (pyops_view){rows, N, 1};
+    }
+    unpacked(k, c, ldc, a, b, M, N, K, flags);
+}
+
 pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
                                 int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc, int64_t a_row, int64_t a_col,
                                 int64_t b_row, int64_t b_col, int32_t accumulate, void *stream) {
@@ -283,17 +301,21 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     const int64_t most = omp_get_max_threads();
     const int few = products % most && products < 8 * most;
     const int whole = products == 1 || (M * N * K > PYOPS_SHARE_FMAS && few);
+    const int tiny = is_tiny(k, (pyops_view){b, b_row, b_col}, M, N, K);
     const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : most;
     int failed = 0;
     #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t i = 0; i < products; i++) {
         float *c_i = c, *scratch;
         pyops_view a_i = {a, a_row, a_col}, b_i = {b, b_row, b_col};
-        for (int64_t d = n - 1, rest = i; d >= 0; rest /= shape[d--]) {
-            const int64_t at = rest % shape[d];
+        for (int64_t d = n - 1, rest = i; d >= 0; d--) {
+            const int64_t at = d ? rest % shape[d] : rest;      /* a division takes as long as the product of a few numbers */
             c_i += at * c_step[d], a_i.p += at * a_step[d], b_i.p += at * b_step[d];
+            if (d) rest /= shape[d];
         }
-        if (whole) {
+        if (tiny) {
+            tiny_product(k, c_i, ldc, a_i, b_i, M, N, K, flags);
+        } else if (whole) {
             if (!status) status = pyops_product_threaded(c_i, ldc, a_i, b_i, NULL, M, N, K, flags);
         } else if ((scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed))) {
             pyops_product(k, c_i, ldc, a_i, b_i, NULL, M, N, K, flags, scratch);

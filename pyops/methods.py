@@ -85,6 +85,15 @@ def as_axes(axis: Any) -> Any:
     return tuple(axis) if isinstance(axis, list | range) else axis
 
 
+@functools.lru_cache(8192, typed=True)
+def _squeezed(shape: Shape, axis: Axis) -> Shape:
+    """Return a shape without these axes of size 1, or without all.  ValueError if one has another size."""
+    axes = normal_axes(axis, len(shape))
+    if axis is not None and any(shape[d] != 1 for d in axes):
+        raise ValueError(f'squeeze: cannot remove axis {axis} of shape {shape}: its size is not 1')
+    return tuple(n for d, n in enumerate(shape) if n != 1 or d not in axes)
+
+
 def flipped_axes(axes: tuple[Any, ...], axis: Axis, ndim: int) -> Shape:
     """Return the axes of x.flip(*axes) or x.flip(axis=axis): all if neither is given."""
     given = as_axes(axis) if axes in ((), (None,)) else several(axes)
@@ -658,10 +667,7 @@ class Methods:
     @accepts_torch_names
     def squeeze(self, axis: Axis = None) -> Self:
         """Remove axes of size 1: these, or all.  ValueError if one has another size."""
-        axes = normal_axes(as_axes(axis), self.ndim)
-        if axis is not None and any(self.shape[d] != 1 for d in axes):
-            raise ValueError(f'squeeze: cannot remove axis {axis} of shape {self.shape}: its size is not 1')
-        return self.reshape(tuple(n for d, n in enumerate(self.shape) if n != 1 or d not in axes))
+        return self.reshape(_squeezed(self.shape, as_axes(axis)))
 
     @accepts_torch_names
     def unsqueeze(self, axis: Axis) -> Self:

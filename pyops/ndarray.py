@@ -364,7 +364,7 @@ class NDArray(Array, Methods):
         if is_advanced(index):
             if type(index) is tuple:
                 return _small_gathered(self, *index)
-            if type(index) is NDArray and index.buffer.mask is None:
+            if type(index) is list or type(index) is NDArray and index.buffer.mask is None:
                 return _small_gathered(self, index)
             return self._at(index)
         offset, shape, strides = self._select(index)
@@ -973,7 +973,7 @@ _operators()
 _RECORDED = ('round', '__round__', 'sign', 'isfinite', 'isinf', 'ceil', 'clip', 'clamp', 'tril', 'triu', 'dot', 'mean', 'var',
              'std', 'ptp', 'norm', 'any', 'all', 'argmax', 'argmin', 'logsumexp', 'softmax', 'log_softmax', 'argsort', 'sort',
              'topk', 'repeat', 'repeat_interleave', 'tile', 'roll', 'diagonal', 'trace', 'pad', 'prod', 'cumsum', 'cumprod',
-             '_running', '_sorting')
+             'take', 'index_select', '_running', '_sorting')
 for _name in _RECORDED:
     setattr(NDArray, _name, recorded(NDArray, getattr(NDArray, _name)))
 
@@ -1331,6 +1331,9 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: DTyp
     """Return start, start + step, ... below stop, like np.arange."""
     start, stop = (0, start) if stop is None else (start, stop)
     numbers = np.arange(start, stop, step)
+    if dtype is None and numbers.dtype.kind == 'i' and numbers.size:
+        _int32(int(numbers[0])), _int32(int(numbers[-1]))       # those between are in the range, too
+        numbers = numbers.astype(INT)
     return array(numbers, dtype or (INT if numbers.dtype.kind in 'iu' else FLOAT), device)
 
 
@@ -1436,8 +1439,11 @@ def where(condition: Any, a: Any, b: Any) -> NDArray:
     """Return the elements of a where condition is not 0, else the elements of b; all three broadcast.  Exact for NaN and
     infinities."""
     y = _small_where(condition, a, b) if type(condition) is NDArray else None
-    if y is not None:
-        return y
+    return _where(condition, a, b) if y is None else y
+
+
+@functools.partial(recorded, NDArray)
+def _where(condition: Any, a: Any, b: Any) -> NDArray:
     first = next((x for x in (condition, a, b) if isinstance(x, NDArray)), None)
     like = first if first is not None else array(condition)
     condition = _operand(condition, like)

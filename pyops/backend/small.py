@@ -49,6 +49,9 @@ def new_array(array_type, pointer, nbytes, shape, strides, dtype):
     return y
 
 
+_function = functools.cache(lambda family, dtype: HOST.function(family, dtype))
+
+
 def _remember(calls, key, call):
     if len(calls) >= MOST_CALLS:
         calls.clear()
@@ -575,8 +578,8 @@ def take(array_type):
                     or index.strides != row_major(index.shape)):
                 return None
             rows = small_memory(KINDS[INT], count)
-            function = HOST.function('nonzero', index.dtype)
-            return rows, function(rows, buffer.pointer + index.offset, layout((count,))[0], 1), len(index.shape)
+            many = _function('nonzero', index.dtype)(rows, buffer.pointer + index.offset, layout((count,))[0], 1)
+            return rows, many, len(index.shape)
         if index.__class__ is np.ndarray:
             if index.size > MOST_ROWS:
                 return None
@@ -624,16 +627,18 @@ def take(array_type):
 
 
 def fill_where(array_type):
-    """Return f(x, mask, value), which sets x to a Python number where a mask of its shape and dtype is true, and returns whether
-    it did."""
+    """Return f(x, mask, value), which sets x to a Python number where a mask of its shape is true, and returns whether it
+    did."""
     calls = {}
 
     def prepared(x, mask):
         is_broadcast = any([n > 1 and not step for n, step in zip(x.shape, x.strides, strict=True)])
-        if x.dtype not in KINDS or mask.dtype is not x.dtype or mask.shape != x.shape or 0 in x.shape or is_broadcast:
+        if x.dtype not in KINDS or mask.dtype not in KINDS or mask.shape != x.shape or 0 in x.shape or is_broadcast:
             return None
-        where = layout(x.shape, x.shape, x.strides, mask.shape, mask.strides, (), (), x.shape, x.strides)
-        return HOST.function('strided_where', x.dtype), KINDS[x.dtype], where
+        conversion = None if mask.dtype is x.dtype else _conversion(mask, x.dtype)
+        strides = mask.strides if conversion is None else row_major(mask.shape)
+        where = layout(x.shape, x.shape, x.strides, x.shape, strides, (), (), x.shape, x.strides)
+        return HOST.function('strided_where', x.dtype), KINDS[x.dtype], where, conversion
 
     def run(x, mask, value):
         buffer, chosen = x.buffer, mask.buffer
@@ -647,10 +652,12 @@ def fill_where(array_type):
             call = _remember(calls, key, prepared(x, mask))
         if call is None:
             return False
-        function, kind, where = call
+        function, kind, where, conversion = call
         try:
-            to = buffer.pointer + x.offset
-            status = function(to, chosen.pointer + mask.offset, small_memory(kind, (value,)), to, *where, NULL)
+            to, condition = buffer.pointer + x.offset, chosen.pointer + mask.offset
+            if conversion is not None:
+                condition = _converted(conversion, condition)
+            status = function(to, condition, small_memory(kind, (value,)), to, *where, NULL)
         except (TypeError, OverflowError):      # freed memory, a float and int32, an integer outside int32
             return False
         if status:

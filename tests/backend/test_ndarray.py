@@ -1261,10 +1261,11 @@ def test_the_indices_of_elements_that_are_not_0(dtype, device):
 @of_the_host
 def test_a_number_where_a_mask_is_true(dtype, device):
     for view in (lambda x: x, lambda x: x.T, lambda x: x[::-1, 1:]):
-        for value in (7, -1.5 if dtype != 'int32' else -3, 0, True):
+        for value, kind in ((7, dtype), (-1.5 if dtype != 'int32' else -3, 'int32'), (0, 'float64'), (True, 'float32')):
             ours, theirs = array(numbers(3, 4), dtype), numbers(3, 4).astype(dtype)
             part, of_numpy = view(ours), view(theirs)
-            mask, version = part > 0, ours.buffer.version
+            mask, version = part.astype(kind) > 0, ours.buffer.version
+            assert mask.dtype == kind
             part[mask] = value
             of_numpy[of_numpy > 0] = value
             np.testing.assert_array_equal(ours.numpy(), theirs)
@@ -1318,6 +1319,21 @@ def test_products_of_many_small_matrices(shapes, dtype, device):
             free @ array(b, dtype)
     with pytest.raises(ValueError, match='do not fit|broadcast'):
         array(a, dtype) @ array(np.ones((7, 9, 2)), dtype)
+
+
+@pytest.mark.parametrize('device', sorted({*DEVICES} & {'cpu'}), indirect=True)         # numpy's sums may have another order
+@pytest.mark.parametrize('sizes', [(4, 4, 4), (3, 1, 3), (1, 1, 64), (16, 16, 16), (9, 33, 20), (8, 3, 300), (20, 5, 7),
+                                   (1, 15, 2)])
+def test_a_product_in_a_batch_has_the_bits_of_a_single_one(sizes, device):
+    M, N, K = sizes
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((6, M, K), 'f'), rng.standard_normal((6, K, N), 'f')
+    for view in (lambda x: x, lambda x: x.mT.copy().mT, lambda x: x[:, ::-1, ::-1].copy()[:, ::-1, ::-1]):
+        x, y = (view(array(part)) for part in (a, b))
+        together = (x @ y).numpy()
+        for i in range(6):
+            assert together[i].tobytes() == (x[i] @ y[i]).numpy().tobytes(), i
+        assert (x[0] @ y).numpy().tobytes() == np.stack([(x[0] @ one).numpy() for one in y]).tobytes()
 
 
 @pytest.mark.parametrize('device', sorted({*DEVICES} & {'cpu'}), indirect=True)         # the oracle has no kernels to record

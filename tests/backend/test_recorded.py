@@ -15,8 +15,9 @@ from pyops.plan import Plan
 pytestmark = pytest.mark.skipif(ON_GPU or backend.current_device() is not HOST,
                                 reason='only the CPU records: run without PYOPS_BACKEND')
 FUNCTIONS = {**{name: getattr(NDArray, name) for name in ndarray._RECORDED}, 'einsum': ndarray.einsum,
-             'pad_axes': ndarray.pad_axes}
+             'pad_axes': ndarray.pad_axes, 'where': ndarray._where, 'index': ndarray._small_gathered}
 
+IDS = array([2, 0, -1, 2, 1])
 # name of the method -> calls of it on x (3, 4)
 CALLS = {
     'round': (lambda x: x.round(), lambda x: x.round(1), lambda x: x.round(decimals=-1)), '__round__': (round,),
@@ -47,6 +48,9 @@ CALLS = {
     'prod': (lambda x: x.prod(), lambda x: x.prod(0, keepdims=True)), 'cumsum': (lambda x: x.cumsum(), lambda x: x.cumsum(0)),
     'cumprod': (lambda x: x.cumprod(1),), '_running': (lambda x: x._running('add', (1,)),),
     '_sorting': (lambda x: x._sorting(0, True),),
+    'where': (lambda x: ndarray.where(x > 0, x, array([1, 2, 3, 4])), lambda x: ndarray.where(x > 0, x.T.copy().T, 2.5)),
+    'take': (lambda x: x.take([0, -1], 1), lambda x: x.take(IDS)), 'index_select': (lambda x: x.index_select(1, IDS),),
+    'index': (lambda x: x[IDS], lambda x: x[:, IDS], lambda x: x[..., [2, 0], None], lambda x: x[1:, IDS[::-1]]),
     'pad_axes': (lambda x: ndarray.pad_axes(x, 2, 1),),
     'einsum': (lambda x: ndarray.einsum('ij->ji', x + 0), lambda x: ndarray.einsum('ij,kj->ik', x, x),
                lambda x: ndarray.einsum('ij,ij', x, x), lambda x: ndarray.einsum('i...,ij,kj->k...', x, x, x)),
