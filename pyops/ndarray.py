@@ -881,7 +881,7 @@ class NDArray(Array, Methods):
             return super()._picked(order, axis)
         x, order = (a.moveaxis(axis, -1).compact() for a in (self, order))
         rows, n = self.size // self.shape[axis], self.shape[axis]
-        at = order.reshape(rows, -1) + array(np.arange(0, rows * n, n, INT), device=self.device).reshape(rows, 1)
+        at = order.reshape(rows, -1) + array(np.arange(0, rows * n, n, dtype=INT), device=self.device).reshape(rows, 1)
         y = _new(order.shape, self.dtype, self.device, 'take')
         self.device.take(_matrix(y, y.size, 1), _matrix(x, x.size, 1), at.reshape(-1))
         return (_as_mask(y) if self.is_mask else y).moveaxis(-1, axis).compact()

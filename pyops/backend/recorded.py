@@ -30,6 +30,7 @@ MOST_RESULTS, MOST_OPERANDS = 2, 3
 _WORK = MOST_RESULTS + MOST_OPERANDS        # the number of the memory of intermediate results in pyops_run_recording
 _ONCE, _NEVER = 'ran once', 'cannot be recorded'        # in place of a recording
 _WORDS = KINDS[np.dtype(np.float64)]
+_PLAIN = frozenset((int, bool, str, type(None)))        # types whose numbers are equal only if they are the same
 _UNSURE = -1                # Buffer.mask of an array that may or may not be a mask
 
 
@@ -155,7 +156,8 @@ def _typed(value):
     """Return an argument so that it is equal to those of the same type alone: 1 is 1.0 and True.  TypeError for other types."""
     kind = value.__class__
     if (kind is tuple or kind is list) and len(value) <= MOST_NUMBERS:
-        return kind, *map(_typed, value)
+        kinds = tuple(map(type, value))
+        return (kind, kinds, *value) if _PLAIN.issuperset(kinds) else (kind, *map(_typed, value))
     if kind is slice:
         return kind, *map(_typed, (value.start, value.stop, value.step))
     if kind is float:

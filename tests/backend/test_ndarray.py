@@ -978,7 +978,8 @@ def test_an_operation_on_small_arrays_is_a_few_calls_of_python(device):
              'array': (lambda: array(x, device=ndarray.cpu()), 16), 'concatenate': (lambda: concatenate([a, b], 1), 6),
              'stack': (lambda: stack([a, b]), 6), 'a[[0, 2]]': (lambda: a[[0, 2]], 10), 'a[mask]': (lambda: a[mask], 10)}
     for name, (run, most) in cases.items():
-        run()
+        for _ in range(2):                              # some operations are recorded the second time
+            run()
         assert len(python_calls(run)) <= most, (name, python_calls(run))
 
 

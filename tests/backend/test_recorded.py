@@ -48,7 +48,7 @@ CALLS = {
     'prod': (lambda x: x.prod(), lambda x: x.prod(0, keepdims=True)), 'cumsum': (lambda x: x.cumsum(), lambda x: x.cumsum(0)),
     'cumprod': (lambda x: x.cumprod(1),), '_running': (lambda x: x._running('add', (1,)),),
     '_sorting': (lambda x: x._sorting(0, True),),
-    'where': (lambda x: ndarray.where(x > 0, x, array([1, 2, 3, 4])), lambda x: ndarray.where(x > 0, x.T.copy().T, 2.5)),
+    'where': (lambda x: ndarray.where(x > 0, x, array([1, 2, 3, 4])), lambda x: ndarray.where(x.astype('int32') > 1, x, 2.5)),
     'take': (lambda x: x.take([0, -1], 1), lambda x: x.take(IDS)), 'index_select': (lambda x: x.index_select(1, IDS),),
     'index': (lambda x: x[IDS], lambda x: x[:, IDS], lambda x: x[..., [2, 0], None], lambda x: x[1:, IDS[::-1]]),
     'pad_axes': (lambda x: ndarray.pad_axes(x, 2, 1),),
