@@ -30,7 +30,7 @@ MOST_RESULTS, MOST_OPERANDS = 2, 3
 _WORK = MOST_RESULTS + MOST_OPERANDS        # the number of the memory of intermediate results in pyops_run_recording
 _ONCE, _NEVER = 'ran once', 'cannot be recorded'        # in place of a recording
 _WORDS = KINDS[np.dtype(np.float64)]
-_PLAIN = frozenset((int, bool, str, type(None)))        # types whose numbers are equal only if they are the same
+_PLAIN = frozenset((int, bool, str, type(None)))        # types of arguments whose type and value tell them apart
 _UNSURE = -1                # Buffer.mask of an array that may or may not be a mask
 
 
@@ -94,8 +94,8 @@ class Recorder(CPU):
 
 def _recorded(array_type, function, args, named):
     """Run function(*args, **named) on a Recorder.  Return (Recording, function of the library, its first argument, NULL for
-    each missing result and each missing operand, doubles of intermediate results, results, whether they are a tuple); a result
-    is (kind of pointer, elements, bytes, shape, strides, dtype, Buffer.mask).  NotRecordable, or what the function raises."""
+    each missing operand, doubles of intermediate results, results, whether they are a tuple); a result is (kind of pointer,
+    elements, bytes, shape, strides, dtype, Buffer.mask).  NotRecordable, or what the function raises."""
     recorder, count = Recorder(), itertools.count()
 
     def stand_in(x):
@@ -148,18 +148,18 @@ def _recorded(array_type, function, args, named):
     recording = Recording(calls, HOST, places, kept)
     described = [(KINDS[y.dtype], y.size, y.nbytes, y.shape, row_major(y.shape), y.dtype, mask)
                  for y, mask in zip(ys, masks, strict=True)]
-    unused = (NULL,) * (MOST_RESULTS - len(ys)), (NULL,) * (MOST_OPERANDS - operands)
-    return recording, recording.function, recording.described, *unused, nbytes // 8, described, isinstance(found, tuple)
+    missing = (NULL,) * (MOST_OPERANDS - operands)
+    return recording, recording.function, recording.described, missing, nbytes // 8, described, isinstance(found, tuple)
 
 
 def _typed(value):
     """Return an argument so that it is equal to those of the same type alone: 1 is 1.0 and True.  TypeError for other types."""
     kind = value.__class__
-    if (kind is tuple or kind is list) and len(value) <= MOST_NUMBERS:
+    if kind is slice:
+        value = value.start, value.stop, value.step
+    if (kind is tuple or kind is list or kind is slice) and len(value) <= MOST_NUMBERS:
         kinds = tuple(map(type, value))
         return (kind, kinds, *value) if _PLAIN.issuperset(kinds) else (kind, *map(_typed, value))
-    if kind is slice:
-        return kind, *map(_typed, (value.start, value.stop, value.step))
     if kind is float:
         return kind, value, math.copysign(1.0, value)
     if kind is bool or kind is int or kind is str or value is None or value is Ellipsis:
@@ -179,7 +179,7 @@ def recorded(array_type, function):
     def run(*args, **named):
         if state.hooked_thread is not None:
             return function(*args, **named)
-        key, pointers = [], []
+        key, pointers = (), []
         try:
             for value in (*args, *named.values()) if named else args:
                 kind = value.__class__
@@ -191,12 +191,11 @@ def recorded(array_type, function):
                     key += value.shape, value.strides, value.dtype, mask is None
                     pointers.append(buffer.pointer + value.offset)
                 else:
-                    key.append(value if kind is int or value is None else _typed(value))
+                    key += (value if kind is int or value is None else _typed(value)),
         except TypeError:                       # freed memory, another kind of argument
             return function(*args, **named)
         if named:
-            key.append((dict, *named))
-        key = tuple(key)
+            key += (dict, *named),
         call = found.get(key)
         if call.__class__ is not tuple:
             if call is None:
@@ -209,16 +208,25 @@ def recorded(array_type, function):
                 except Exception:               # the function raises its errors below
                     found[key] = _NEVER
             return function(*args, **named)
-        _, launch, recording, no_results, no_operands, words, results, is_tuple = call
-        made = [small_memory(result[0], result[1]) for result in results]
-        if launch(recording, *made, *no_results, *pointers, *no_operands, small_memory(_WORDS, words) if words else NULL):
-            return function(*args, **named)     # which raises the error
-        ys = []
-        for pointer, (_, _, nbytes, shape, strides, dtype, mask) in zip(made, results, strict=True):
+        _, launch, recording, missing, words, results, is_tuple = call
+        work = small_memory(_WORDS, words) if words else NULL
+        if not is_tuple:                        # the same without loops, which take as long as a kernel
+            kind, count, nbytes, shape, strides, dtype, mask = results[0]
+            pointer = small_memory(kind, count)
+            if launch(recording, pointer, NULL, *pointers, *missing, work):
+                return function(*args, **named)     # which raises the error
             y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
             if mask is not None:
                 y.buffer.mask = mask
+            return y
+        made = [small_memory(result[0], result[1]) for result in results]
+        if launch(recording, *made, *(NULL,) * (MOST_RESULTS - len(made)), *pointers, *missing, work):
+            return function(*args, **named)
+        ys = []
+        for pointer, (_, _, nbytes, shape, strides, dtype, mask) in zip(made, results, strict=True):
+            y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
+            y.buffer.mask = mask
             ys.append(y)
-        return tuple(ys) if is_tuple else ys[0]
+        return tuple(ys)
     run.recordings = found
     return run

@@ -27,10 +27,12 @@ from pyops.backend.host import (
     zeroed_memory,
 )
 from pyops.backend.operations import CONVERSIONS, DOUBLE, FLOAT, INT, layout
+from pyops.backend.pool import LEAST
 
 MOST_CALLS = 4096       # prepared calls of an operation
 MOST_ROWS = 1024        # rows of an index, which is read in Python
 MOST_ELEMENTS = 64      # that are copied in Python
+MOST_PRODUCTS = LEAST   # bytes of the products of a batch; larger memory comes from the pool
 PYTHON_NUMBERS = frozenset((float, int))
 _FILLS = PYTHON_NUMBERS | {bool}
 _ON_INT = frozenset(('copy', 'negate', 'abs'))          # unary operations that int32 has, too
@@ -295,7 +297,7 @@ def matmul(array_type):
         if call is None:
             return None
         function, kind, count, nbytes, shape, strides, dtype, arguments = call
-        large = HOST.allocate(shape, dtype, 'matmul') if nbytes > SMALL else None
+        large = HOST.allocate(shape, dtype, 'matmul') if nbytes > MOST_PRODUCTS else None
         pointer = small_memory(kind, count) if large is None else large.pointer
         try:
             status = function(pointer, left.pointer + a.offset, right.pointer + b.offset, *arguments)
