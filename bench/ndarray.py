@@ -88,13 +88,18 @@ def cpu_times(runs, seconds=0.1):
     return [found / count for found, count in zip(medians(list(map(turn, runs, counts)), seconds), counts, strict=True)]
 
 
+def small_names(rng):
+    """Return the names in SMALL with our arrays, and those with numpy's."""
+    x, z = rng.standard_normal((3, 4), 'f'), rng.random((3, 4), 'f') + np.float32(0.5)
+    theirs = dict(a=x, b=z, c=z + 1, i=np.array([0, 2, 1, 1], np.int32), m=x > 0)
+    return vars(ndarray) | {name: ndarray.array(value) for name, value in theirs.items()}, theirs | {'np': np}
+
+
 def small(rng):
     """Print the table of --small."""
     backend.set_threads(1)
     print(f'{backend.isa()}, numpy {np.__version__}; median CPU time of a call in us: pyops, numpy, difference')
-    x, z = rng.standard_normal((3, 4), 'f'), rng.random((3, 4), 'f') + np.float32(0.5)
-    theirs = dict(a=x, b=z, c=z + 1, i=np.array([0, 2, 1, 1], np.int32), m=x > 0)
-    ours = vars(ndarray) | {name: ndarray.array(value) for name, value in theirs.items()}
+    ours, theirs = small_names(rng)
 
     def row(name, our_time, numpys, allowed):
         over = our_time - numpys
@@ -102,7 +107,7 @@ def small(rng):
 
     for texts in SMALL:
         mine, other = texts if isinstance(texts, tuple) else (texts, texts)
-        row(mine, *cpu_times([eval(f'lambda: ({mine})', ours), eval(f'lambda: ({other})', theirs | {'np': np})]), 2e-6)
+        row(mine, *cpu_times([eval(f'lambda: ({mine})', ours), eval(f'lambda: ({other})', theirs)]), 2e-6)
     for shapes in BATCHES:
         for name, transposed in (('', False), (' of b.mT', True)):
             a, b = (rng.standard_normal(shape, 'f') for shape in shapes)

@@ -711,3 +711,29 @@ def test_ranks_train_over_links_that_leave_nothing_behind(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:5] for line in lines[1:]] == [['2', '1', 'Gbit/s,', delay, 'ms'] for delay in '01']
     assert spaces() == before
+
+
+def test_small_operations_are_those_of_numpy():
+    from bench.ndarray import SMALL, small_names
+    ours, theirs = small_names(np.random.default_rng(0))
+    for texts in SMALL:
+        mine, other = texts if isinstance(texts, tuple) else (texts, texts)
+        for _ in range(3):                              # the third time some are recorded
+            got, want = eval(f'({mine})', ours), eval(f'({other})', theirs)
+        assert isinstance(got, tuple) == (type(want) in (tuple, list) and type(got) is not list), mine
+        assert (got is None) == (want is None), mine
+        pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [] if got is None else [(got, want)]
+        for one, expected in pairs:
+            np.testing.assert_allclose(np.asarray(one), expected, rtol=1e-5, atol=1e-6, err_msg=mine)
+        np.testing.assert_array_equal(ours['c'].numpy(), theirs['c'], err_msg=mine)
+
+
+def test_the_benchmark_of_small_operations_marks_what_takes_longer(monkeypatch, capsys):
+    from bench import ndarray
+    found = iter([(3.5e-6, 1e-6), (2.5e-6, 1e-6), (2e-6, 1e-6), (1e-6, 2e-6)])
+    monkeypatch.setattr(ndarray.backend, 'set_threads', lambda n: None)
+    monkeypatch.setattr(ndarray, 'SMALL', ('a + b', 'a * 2'))
+    monkeypatch.setattr(ndarray, 'BATCHES', (((2, 3, 4), (2, 4, 3)),))
+    monkeypatch.setattr(ndarray, 'cpu_times', lambda runs: [run() is None for run in runs] and next(found))
+    ndarray.main(['--small'])
+    assert [line.split()[-1] == '*' for line in capsys.readouterr().out.splitlines()[1:]] == [True, False, True, False]
