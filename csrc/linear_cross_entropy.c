@@ -64,7 +64,8 @@ static int64_t columns_of_grid(int64_t threads, int64_t most) {
     return columns;
 }
 
-int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients) {
+int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t is_bf16) {
+    (void)is_bf16;
     return make_layout(pyops_active(), R, D, V, gradients).total;
 }
 

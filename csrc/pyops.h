@@ -814,8 +814,9 @@ PYOPS_API pyops_status pyops_cross_entropy_backward(
 
 /* ---- output layer fused with masked softmax cross entropy ---------------------------------
  * logits = x weight' + bias, then the loss above.  Only valid rows are computed, in blocks of rows that stay in cache; all
- * logits are never in memory at once (a GPU keeps up to 1 GiB of them in `work`).  The gradients are computed in the same call,
- * while a block is in cache:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D), dbias (V).
+ * logits are never in memory at once (a GPU keeps up to 1 GiB of them in `work`; if x is bfloat16, of exponentials in 16 bits).
+ * The gradients are computed in the same call, while a block is in cache:   dx (R,D) overwritten, 0 in masked rows;
+ * dweight (V,D), dbias (V).
  * dloss (1): the upstream gradient, read from memory;  dweight and dbias accumulate.
  * dloss NULL: it is not known yet.  The gradients are for dloss = 1, and dweight and dbias are OVERWRITTEN: they belong to this
  * call, and the backward pass scales and adds them (pyops_scale, pyops_axpy).
@@ -828,7 +829,8 @@ PYOPS_API pyops_status pyops_linear_cross_entropy(
     const float *dloss, const pyops_real *x, const pyops_real *weight, const float *bias, const int32_t *labels,
     float *work,
     int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream);
-PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients);
+PYOPS_API int64_t pyops_linear_cross_entropy_work(              /* is_bf16: whether x is bfloat16 */
+    int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t is_bf16);
 
 /* ---- argmax of the output layer ------------------------------------------------------
  * index[r] = the first v with the largest logits[r,v], logits = x weight' + bias; NaN is largest.

@@ -27,6 +27,8 @@ PYOPS_API pyops_status pyops_set_attention(int32_t kernels);
 PYOPS_API pyops_status pyops_set_exchange(int32_t exchange);
 /* Whether two blocks of a product by wgmma share loads by multicast, for comparisons: 0 by size, 1 never, 2 always. */
 PYOPS_API pyops_status pyops_set_multicast(int32_t multicast);
+/* The bytes of logits that the output layer stores at once, for tests: 0 is 1 GiB.  It changes the size of its `work`. */
+PYOPS_API pyops_status pyops_set_logits(int64_t bytes);
 
 /* ---- memory ---- */
 PYOPS_API pyops_status pyops_device_malloc(uint64_t *address, int64_t bytes);      /* PYOPS_NO_MEMORY: *address is unchanged */

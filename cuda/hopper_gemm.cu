@@ -134,6 +134,27 @@ DEVICE void write_sums(Out *to, const int32_t *scatter, int64_t ldc, int64_t M, 
     }
 }
 
+// The same for exponentials, from tile number `tile` on.
+template <int TN>
+DEVICE void write_tile_exponentials(const Exponentials &to, float (&sum)[TN / 2], int64_t M, int64_t row, int64_t tile) {
+    constexpr int COUNT = EXP_TILE / 2;
+#pragma unroll
+    for (int wide = 0; wide < TN / EXP_TILE; wide++) {
+        if (tile + wide >= to.tiles) return;
+        float *const own = sum + wide * COUNT;
+        const float *const bias = to.bias + (tile + wide) * EXP_TILE + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) {
+            const float2 two = *reinterpret_cast<const float2 *>(bias + 2 * i);
+            own[i] += two.x, own[i + 1] += two.y, own[i + 2] += two.x, own[i + 3] += two.y;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            write_exponentials<4>(to, row + 8 * r, tile + wide, row + 8 * r < M,
+                                  [&](int i) { return own[i / 2 * 4 + 2 * r + i % 2]; });
+    }
+}
+
 // Write 16 x 32 floats, 16 of each lane, to a piece with the swizzle.  Rows r and r ^ 1 would write the same banks at the
 // same time, so odd rows write their four groups of 8 columns in another order.
 DEVICE void write_piece(char *piece, const float *sum, int lane, float) {
@@ -364,12 +385,16 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                 if (!is_last[group]) continue;
                 read_sums<TN>(sum, g.parts, g.splits, g.M, M, g.N, row, column);
             }
-            if (first_row >= M) continue;
-            finish_sums<TN>(sum, g, M, row, column);
-            // the map knows the launch's M
-            if (S::AFTER != After::nothing || (c_has_map && (M == g.M || first_row + PIECE_ROWS <= M)))
-                pieces.store<S>(&c_map, &activated_map, g, sum, static_cast<int>(first_row), static_cast<int>(at.n * TN));
-            else write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, sum, row, column);
+            if constexpr (std::is_same_v<typename S::Out, Exp16>) {
+                write_tile_exponentials<TN>(g.exps, sum, M, row, at.n * TN / EXP_TILE);
+            } else {
+                if (first_row >= M) continue;
+                finish_sums<TN>(sum, g, M, row, column);
+                // the map knows the launch's M
+                if (S::AFTER != After::nothing || (c_has_map && (M == g.M || first_row + PIECE_ROWS <= M)))
+                    pieces.store<S>(&c_map, &activated_map, g, sum, static_cast<int>(first_row), static_cast<int>(at.n * TN));
+                else write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, sum, row, column);
+            }
         }
         pieces.finish();
         if (blocks > 1) cluster_sync(); // the other block's warps may still arrive at this block's mbarriers
@@ -425,7 +450,7 @@ template <class S> static cudaError_t launch(const RowProduct<typename S::Elemen
     const bool in_pairs = has_clusters(rows, columns, clusters);
     CUtensorMap a_map, b_map, c_map = {}, activated_map = {};
     Launches launches;
-    const bool c_has_map = hopper_has_map(g);
+    const bool c_has_map = !std::is_same_v<typename S::Out, Exp16> && hopper_has_map(g);
     launches << make_map<S::A_K, S::TK>(&a_map, g.a, g.M, g.K, g.lda, TM)
              << make_map<S::B_K, S::TK>(&b_map, g.b, g.N, g.K, g.ldb, in_pairs ? S::TN / 2 : S::TN);
     if (c_has_map) launches << make_result_map(&c_map, g.c, g);
@@ -455,11 +480,11 @@ static cudaError_t launch_layout(const RowProduct<Element, Out> &g, cudaStream_t
 }
 
 template <class Element, class Out> cudaError_t hopper_product(const RowProduct<Element, Out> &g, cudaStream_t stream) {
-    if constexpr (sizeof(Out) == 2) {
+    if constexpr (std::is_same_v<Out, bf16>) {
         if (g.activation.result) return launch_best<Activating<256>, Activating<128>>(g, stream);
         if (g.activation.at) return launch_best<Differentiating<256>, Differentiating<128>>(g, stream);
     }
-    if constexpr (sizeof(Element) == 2) {
+    if constexpr (sizeof(Element) == 2 && !std::is_same_v<Out, Exp16>) {
         if (!g.a_k) return g.b_k ? launch_layout<false, true>(g, stream) : launch_layout<false, false>(g, stream);
         if (!g.b_k) return launch_layout<true, false>(g, stream);
     }
@@ -469,6 +494,8 @@ template <class Element, class Out> cudaError_t hopper_product(const RowProduct<
 template bool hopper_product_fits(const RowProduct<bf16> &);
 template bool hopper_product_fits(const RowProduct<bf16, bf16> &);
 template bool hopper_has_map(const RowProduct<bf16, bf16> &);
+template bool hopper_product_fits(const RowProduct<bf16, Exp16> &);
 template cudaError_t hopper_product(const RowProduct<bf16> &, cudaStream_t);
 template cudaError_t hopper_product(const RowProduct<bf16, bf16> &, cudaStream_t);
+template cudaError_t hopper_product(const RowProduct<bf16, Exp16> &, cudaStream_t);
 template cudaError_t hopper_product(const RowProduct<float> &, cudaStream_t);

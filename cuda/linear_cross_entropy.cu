@@ -22,22 +22,30 @@
 // Only the device knows the number of valid rows.  So everything is launched for R rows, and blocks without rows exit at once.
 // If all logits exceed LOGITS bytes, the rows are processed in chunks of `chunk` rows.
 //
-// If x is bfloat16, the three products are gemm.cu's, with the number of valid rows as their limit.  Between them one
-// kernel per row, `softmax_row`, computes the loss and replaces the logits by their gradient, rounded to bfloat16, which takes
-// half of the memory of the logits.  It is the operand of the other two products, and dbias is the sum of its rows.
+// If x is bfloat16, only the logits of the labels are stored.  The first product is hopper_gemm.cu's or, where that does not
+// fit, `exponentials`.  Both store exp(logit - maximum of the row in the tile) in 16 bits (exponentials.cuh).
+//
+//   row_losses  as above; and per row and tile the factor that makes an exponential a probability, times scale
+//   dlogits     replaces the exponentials by the gradient of the logits, in bfloat16; sums its columns: dbias.  A block has a
+//               tile of words and a part of the rows; the last block of a tile adds the sums of the parts, in order
+//   dx, dweight gemm.cu's products, with the number of valid rows as their limit
 #include <algorithm>
-#include "columns.cuh"
 #include "compact.cuh"
-#include "log_sum_exp.cuh"
+#include "device.h"
+#include "exponentials.cuh"
 #include "product.cuh"
 #include "tickets.cuh"
 #include "tile.cuh"
+#include "tile_bf16.cuh"
 
 static constexpr int64_t LOGITS = int64_t(1) << 30;
+static int64_t most_bytes = LOGITS;                     // pyops_set_logits
 static constexpr int THREADS = 256;
 static constexpr int GATHER = 64;                       // rows per block of `gather`
 static constexpr int64_t TILE = 128;                    // rows and columns of a tile in all three products
 static constexpr int64_t LEAST_PART = 512;              // minimum number of words in a part of dx
+static constexpr int64_t LEAST_ROWS = 256;              // and of rows in a part of dlogits
+static_assert(TILE == EXP_TILE, "pieces have one size");
 
 // Every shape fits in 99 KiB of shared memory, which all devices from 80 on provide per block, and in half of 164 KiB, so that
 // two blocks are resident on a multiprocessor.  The gradient kernels compute an operand, which takes registers: more warps.
@@ -55,10 +63,6 @@ struct alignas(16) ValidRow {
     float max, factor;
     int32_t label;
 };      // factor = scale / sum, see above
-struct Piece {
-    LogSumExp exps;
-    float below;
-};          // the logits of a row in a tile;  below: the sum of logit - max
 
 template <class T> struct XRows {                        // arrays of the type of x
     T *dx;
@@ -73,16 +77,23 @@ struct Call {                                           // arguments of all kern
     int32_t *valid;
     // in `work`; p counts valid rows
     int32_t *position;                                  // (R)            of row p in x
+    int32_t *label;                                     // (R)            labels[position[p]]
     float *x_valid;                                     // (R,ldx)
     ValidRow *row;                                      // (R)
     float *losses;                                      // (R)
     Piece *pieces;                                      // (chunk,tiles)
     float *logits;                                      // (chunk,ldv)
     float *parts;                                       // (splits,chunk,D)   of dx; unused if there is only one part
+    // in `work` if x is bfloat16
+    Exp16 *exps;                                        // (chunk,ldv)    NULL without gradients
+    float *at_label;                                    // (R)            logit of the label; then its probability times scale
+    float *wide_bias;                                   // (ldv)          -infinity from V on
+    float *bias_parts;                                  // (row_splits,ldv)   of dbias; unused if there is only one part
     int64_t R, D, V, ldx, ldv, tiles;                   // tiles: number of tiles along the vocabulary
     int64_t first, chunk;                               // the current chunk: rows first <= p < first + chunk
     int64_t splits, part;                               // dx: number of parts of the vocabulary, and words per part
-    unsigned *ticket;                                   // of row_losses
+    int64_t row_splits, row_part;                       // dlogits: number of parts of a chunk, and rows per part
+    unsigned *ticket;                                   // of row_losses, and of the tiles of dlogits
     float smoothing;
     bool weight16;                                      // weight can be copied 16 bytes at a time
 
@@ -114,8 +125,17 @@ static __global__ void __launch_bounds__(THREADS) gather(Call c, XRows<T> a, Fau
         [&](int place, int r) {
             kept[place] = r;
             c.position[before + place] = static_cast<int32_t>(first + r);
+            c.label[before + place] = c.labels[first + r];
         });
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) c.valid[0] = before + n;
+    if constexpr (std::is_same_v<T, bf16>) {
+        for (int64_t v = blockIdx.x * int64_t(THREADS) + threadIdx.x; v < c.ldv; v += gridDim.x * int64_t(THREADS))
+            c.wide_bias[v] = v < c.V ? c.bias[v] : -INFINITY;
+        // dweight reads whole steps of 64 rows, and 0 times NaN is NaN
+        if (blockIdx.x == gridDim.x - 1)
+            for (int64_t p = before + n + warp; p < round_up<int64_t>(before + n, 64); p += THREADS / 32)
+                for (int64_t d = lane; d < c.ldx; d += 32) a.x_valid[p * c.ldx + d] = as<bf16>(0.0f);
+    }
 
     for (int i = warp; i < n; i += THREADS / 32)
 #pragma unroll 4
@@ -134,7 +154,7 @@ static __global__ void __launch_bounds__(THREADS) gather(Call c, XRows<T> a, Fau
 DEVICE void row_loss(const Call &c, int64_t m) {
     const int64_t p = c.first + m;
     const int lane = threadIdx.x & 31;
-    const Piece *const pieces = c.pieces + m * c.tiles;
+    Piece *const pieces = c.pieces + m * c.tiles;
     LogSumExp exps;
     for (int64_t tile = lane; tile < c.tiles; tile += 32) exps.add(pieces[tile].exps);
     exps = warp_log_sum_exp(exps);                      // max is the same in all lanes
@@ -144,12 +164,17 @@ DEVICE void row_loss(const Call &c, int64_t m) {
         below += pieces[tile].below + static_cast<float>(words) * (pieces[tile].exps.max - exps.max);
     }
     below = warp_sum(below);
+    const float sum = __shfl_sync(ALL_LANES, exps.total(), 0), factor = c.scale() / sum;
+    if (c.exps)
+        for (int64_t tile = lane; tile < c.tiles; tile += 32)
+            pieces[tile].exps.sum = factor * expf(pieces[tile].exps.max - exps.max);
     if (lane) return;
-    const float sum = exps.total();
-    const int32_t label = c.labels[c.position[p]];
-    c.row[p] = {exps.max, c.scale() / sum, label};
-    c.losses[p] = logf(sum) + (1.0f - c.smoothing) * (exps.max - c.logits[m * c.ldv + label]);
+    const int32_t label = c.label[p];
+    const float at_label = c.at_label ? c.at_label[p] : c.logits[m * c.ldv + label];
+    c.row[p] = {exps.max, factor, label};
+    c.losses[p] = logf(sum) + (1.0f - c.smoothing) * (exps.max - at_label);
     if (c.smoothing > 0.0f) c.losses[p] -= c.smoothing * (below / static_cast<float>(c.V));
+    if (c.exps) c.at_label[p] = factor * expf(at_label - exps.max);
 }
 
 // By the last block of the last chunk.
@@ -309,40 +334,61 @@ template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradi
 }
 
 // ---- the call ------------------------------------------------------------------------------------------------------
+// The number of parts of a loop that gives two blocks per multiprocessor.  A part is `tiles` blocks, with at least `least`
+// iterations.
+static int64_t parts_to_fill(int64_t tiles, int64_t iterations, int64_t least) {
+    const int64_t most = blocks_for(iterations, least), wanted = tiles ? 2 * pyops_multiprocessors() / tiles : 1;
+    return std::max<int64_t>(1, std::min(wanted, most));
+}
+
 // Set the sizes and the arrays in `work`, and return its size in floats.
-static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bool gradients) {
+static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bool gradients, bool bf16_x) {
+    const int64_t element = bf16_x ? sizeof(Exp16) : sizeof(float);     // bytes stored of a logit
     c->R = R, c->D = D, c->V = V;
-    c->ldx = round_up<int64_t>(D, 4), c->ldv = round_up(V, TILE), c->tiles = blocks_for(V, TILE);
-    const int64_t most = LOGITS / int64_t(sizeof(float)) / c->ldv / TILE * TILE, whole = round_up(R, TILE);
+    c->ldx = round_up<int64_t>(D, bf16_x ? 8 : 4), c->ldv = round_up(V, TILE), c->tiles = blocks_for(V, TILE);
+    const int64_t most = most_bytes / element / c->ldv / TILE * TILE, whole = round_up(R, TILE);
     c->chunk = most < TILE ? TILE : most < whole ? most : whole;
-    // as many blocks as can be resident, two per multiprocessor
-    const int64_t tiles = blocks_for(c->chunk, TILE) * blocks_for(D, TILE), most_splits = blocks_for(V, LEAST_PART);
-    const int64_t wanted = tiles ? 2 * pyops_multiprocessors() / tiles : 1;
-    const int64_t splits = wanted < most_splits ? wanted : most_splits;
-    c->part = round_up<int64_t>(blocks_for<int64_t>(V, splits > 1 ? splits : 1), 64);
+    c->part = round_up<int64_t>(blocks_for(V, parts_to_fill(blocks_for(c->chunk, TILE) * blocks_for(D, TILE), V, LEAST_PART)),
+                                64);
     c->splits = blocks_for(V, c->part);
+    c->row_part = c->tiles > TICKETS ? c->chunk : blocks_for(c->chunk, parts_to_fill(c->tiles, c->chunk, LEAST_ROWS));
+    c->row_splits = c->chunk ? blocks_for(c->chunk, c->row_part) : 1;
 
     int64_t used = 0;
     const auto take = [&](auto **array, int64_t n) {
         using T = std::remove_pointer_t<std::remove_pointer_t<decltype(array)>>;
         *array = reinterpret_cast<T *>(work + used);
-        used += round_up<int64_t>(n * sizeof(T) / sizeof(float), 32);           // every array is aligned to 128 bytes
+        used += blocks_for<int64_t>(n * sizeof(T), 128) * 32;                       // every array is aligned to 128 bytes
     };
     take(&c->position, R);
-    take(&c->x_valid, round_up<int64_t>(R, 64) * c->ldx);
+    take(&c->label, R);
+    take(&c->x_valid, round_up<int64_t>(R, 64) * c->ldx / (bf16_x ? 2 : 1));
     take(&c->row, R);
     take(&c->losses, R);
     take(&c->pieces, c->chunk * c->tiles);
-    take(&c->logits, c->chunk * c->ldv);
-    if (gradients && c->splits > 1) take(&c->parts, c->splits * c->chunk * D);
+    if (bf16_x) {
+        take(&c->at_label, R);
+        take(&c->wide_bias, c->ldv);
+        if (gradients) take(&c->exps, c->chunk * c->ldv);
+        if (gradients && c->row_splits > 1) take(&c->bias_parts, c->row_splits * c->ldv);
+    } else {
+        take(&c->logits, c->chunk * c->ldv);
+        if (gradients && c->splits > 1) take(&c->parts, c->splits * c->chunk * D);
+    }
     return used;
 }
 
 static constexpr int64_t ALIGN = 32;                    // floats: `work` may have any alignment
 
-extern "C" int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients) {
-    Call c;
-    return lay_out(&c, nullptr, R, D, V, gradients) + ALIGN;
+extern "C" int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t bf16_x) {
+    Call c = {};
+    return lay_out(&c, nullptr, R, D, V, gradients, bf16_x) + ALIGN;
+}
+
+extern "C" pyops_status pyops_set_logits(int64_t bytes) {
+    PYOPS_REQUIRE(bytes >= 0, "set_logits: bytes=%lld, expected at least 1, or 0 for the usual number", LL(bytes));
+    most_bytes = bytes ? bytes : LOGITS;
+    return PYOPS_OK;
 }
 
 template <Precision P>
@@ -377,73 +423,112 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
 }
 
 // ---- bfloat16 --------------------------------------------------------------------------------------------------------
-// A block per row of the chunk.  The gradient of the row overwrites the first half of its logits: a step reads 2 THREADS packs
-// of four, and writes where this step or an earlier one has read.
-DEVICE void softmax_of_row(const Call &c, bf16 *x_valid, bool gradients) {
-    constexpr int PACK = 8, STEP = THREADS * PACK;
-    SHARED(LogSumExp, of_warps, [THREADS / 32]);
-    SHARED(float, sums, [THREADS / 32]);
-    const int64_t m = blockIdx.x, p = c.first + m, rows = c.rows(), V = c.V;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    float *const row = c.logits + m * c.ldv;
-    bf16 *const gradient = reinterpret_cast<bf16 *>(row);
-    if (m >= rows) {            // the products read whole steps of 64 rows: the first rows that are not valid must be zero
-        if (!gradients || m >= round_up<int64_t>(rows < 0 ? 0 : rows, 64)) return;
-        for (int64_t v = threadIdx.x; v < V; v += THREADS) gradient[v] = as<bf16>(0.0f);
-        for (int64_t d = threadIdx.x; d < c.ldx; d += THREADS) x_valid[p * c.ldx + d] = as<bf16>(0.0f);
-        return;
-    }
-    LogSumExp exps;
-    for (int64_t v = 4 * threadIdx.x; v < V; v += 4 * THREADS) {
-        float four[4];
-        load<4>(four, row + v);
+using Bf16Logits = HalfTile<TileShape<TILE, TILE, 32, 2, 2, 3>, true, true>;
+
+static __global__ void __launch_bounds__(Bf16Logits::THREADS, 2)
+    exponentials(RealOperand x, RealOperand weight, Limit limit, Exponentials to, int64_t D, int64_t tiles_m) {
+    using T = Bf16Logits;
+    DYN_SHARED(float, shared);
+    const TileIndex place = tile_index<16>(blockIdx.x, tiles_m, to.tiles);
+    const int64_t rows = limit.rows(x.rows), m0 = place.m * TILE, v0 = place.n * TILE;
+    if (m0 >= rows) return;
+    x.rows = rows;
+    T::product(shared, x, weight, m0, v0, 0, D);
+
+    constexpr int LANES = 8, COUNT = TILE / LANES;
+    const int first = threadIdx.x % LANES * 2, group = threadIdx.x / LANES;
+    float bias[COUNT];
 #pragma unroll
-        for (int i = 0; i < 4; i++) four[i] = v + i < V ? four[i] : -INFINITY;
-        exps.add(four);
+    for (int i = 0; i < COUNT; i++) bias[i] = to.bias[v0 + first + i / 2 * 2 * LANES + i % 2];
+    // The two rows of 16 lanes are 8 apart, so their elements are in different banks.
+    static_assert(T::THREADS / LANES == 16, "group / 2 + group % 2 * 8 is a row of the first 16");
+    for (int m = group / 2 + group % 2 * 8; m < TILE; m += T::THREADS / LANES) {
+        float logits[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            const float2 two = *reinterpret_cast<const float2 *>(shared + m * T::STRIDE + first + i * LANES);
+            logits[i] = two.x + bias[i], logits[i + 1] = two.y + bias[i + 1];
+        }
+        write_exponentials<LANES>(to, m0 + m, place.n, m0 + m < rows, [&](int i) { return logits[i]; });
     }
-    exps = warp_log_sum_exp(exps);
-    if (lane == 0) of_warps[warp] = exps;
+}
+
+static constexpr int DLOGITS_THREADS = 512, PACK = 8, ACROSS = TILE / PACK, DOWN = DLOGITS_THREADS / ACROSS;
+static constexpr int AT_ONCE = 4;                       // rows of a thread that are loaded before the first of them is stored
+
+static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
+    SHARED(float, sums, [DOWN][TILE]);
+    const bool adds = c.dloss || c.first > 0;
+    const int64_t rows = c.rows(), tile = blockIdx.x, v = tile * TILE + threadIdx.x % ACROSS * PACK;
+    if (adds && rows <= 0) return;
+    const float scale = c.scale(), on_label = scale * (1.0f - c.smoothing);
+    const float everywhere = scale * c.smoothing / static_cast<float>(c.V);
+    const int64_t m0 = blockIdx.y * c.row_part;
+    // the products read whole steps of 64 rows, and 0 times NaN is NaN
+    const int64_t zeros = min(m0 + c.row_part, round_up<int64_t>(rows < 0 ? 0 : rows, 64)), m1 = min(zeros, rows);
+    Pack<float, PACK> sum = {};
+    for (int64_t first = m0 + threadIdx.x / ACROSS; first < zeros; first += AT_ONCE * DOWN) {
+        uint4 words[AT_ONCE] = {};
+        float factor[AT_ONCE] = {};
+        int place[AT_ONCE] = {};                        // of the label in the pack
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int64_t m = first + j * DOWN;
+            if (m >= m1) continue;
+            words[j] = *reinterpret_cast<const uint4 *>(c.exps + m * c.ldv + v);
+            factor[j] = c.pieces[m * c.tiles + tile].exps.sum;
+            place[j] = static_cast<int>(c.label[c.first + m] - v);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int64_t m = first + j * DOWN;
+            Pack<float, PACK> pack = {};
+            if (m < m1) {
+                pack = eight_exps(words[j]);
+#pragma unroll
+                for (int i = 0; i < PACK; i++) pack.at[i] = factor[j] * pack.at[i] - everywhere;
+                if (place[j] >= 0 && place[j] < PACK) { // the probability may be almost 1: the difference needs its digits
+                    const float of_label = c.at_label[c.first + m] - everywhere - on_label;
+#pragma unroll
+                    for (int i = 0; i < PACK; i++) pack.at[i] = i == place[j] ? of_label : pack.at[i];
+                }
+#pragma unroll
+                for (int i = 0; i < PACK; i++) sum.at[i] += pack.at[i];
+            }
+            if (m < zeros) store_reals<PACK>(reinterpret_cast<bf16 *>(c.exps + m * c.ldv + v), pack);
+        }
+    }
+    store_reals<PACK>(&sums[threadIdx.x / ACROSS][threadIdx.x % ACROSS * PACK], sum);
     __syncthreads();
-    exps = of_warps[0];
-#pragma unroll
-    for (int w = 1; w < THREADS / 32; w++) exps.add(of_warps[w]);
-    float below = 0.0f;
-    if (c.smoothing > 0.0f) {
-        for (int64_t v = threadIdx.x; v < V; v += THREADS) below += row[v] - exps.max;
-        below = block_sum(below, sums);
+    const int64_t column = tile * TILE + threadIdx.x;
+    const bool has_column = threadIdx.x < TILE && column < c.V;
+    float total = 0.0f;
+    if (has_column)
+        for (int i = 0; i < DOWN; i++) total += sums[i][threadIdx.x];
+    if (gridDim.y > 1) {
+        if (has_column) c.bias_parts[blockIdx.y * c.ldv + column] = total;
+        if (!block_arrives_last(c.ticket + tile, gridDim.y)) return;
+        if (has_column) total = sum_of_parts(c.bias_parts + column, gridDim.y, c.ldv);
     }
-    const float total = exps.total(), scale = c.scale(), factor = scale / total;
-    const int32_t label = c.labels[c.position[p]];
-    if (threadIdx.x == 0) {
-        c.losses[p] = logf(total) + (1.0f - c.smoothing) * (exps.max - row[label]);
-        if (c.smoothing > 0.0f) c.losses[p] -= c.smoothing * (below / static_cast<float>(V));
-    }
-    if (!gradients) return;
-    const float on_label = scale * (1.0f - c.smoothing), everywhere = scale * c.smoothing / static_cast<float>(V);
-    for (int64_t from = 0; from < V; from += STEP) {
-        const int64_t v = from + PACK * threadIdx.x;
-        Pack<float, PACK> pack = {};
-        if (v < V) pack = load_reals<PACK>(row + v);            // rows are padded to a multiple of TILE
-        __syncthreads();
-        if (v >= V) continue;
-#pragma unroll
-        for (int i = 0; i < PACK; i++)
-            pack.at[i] = factor * __expf(pack.at[i] - exps.max) - everywhere - (v + i == label ? on_label : 0.0f);
-        store_reals<PACK>(gradient + v, pack);
-    }
+    if (has_column) c.dbias[column] = adds ? c.dbias[column] + total : total;
 }
 
-// loss: NULL, or in the last chunk the mean.
-static __global__ void __launch_bounds__(THREADS) softmax_row(float *loss, Call c, bf16 *x_valid, bool gradients) {
-    softmax_of_row(c, x_valid, gradients);
-    if (loss && block_arrives_last(c.ticket, gridDim.x)) write_mean_loss(loss, c);
-}
-
-static __global__ void add_bias_gradient(Call c, bool adds) {
-    const int64_t v = blockIdx.x * int64_t(COLUMNS) + threadIdx.x, rows = c.rows();
-    const float sum = column_sum(reinterpret_cast<const bf16 *>(c.logits), rows, 2 * c.ldv, v, c.V);
-    if (threadIdx.y || v >= c.V) return;
-    c.dbias[v] = adds ? c.dbias[v] + sum : sum;
+// M: rows of the chunk, if all are valid.
+static cudaError_t launch_exponentials(const Call &c, const bf16 *x, const pyops_real *weight, int64_t M, cudaStream_t stream) {
+    const Limit limit = {c.valid, c.first, false};
+    const Exponentials to = {c.exps, c.pieces, c.wide_bias, c.label + c.first, c.at_label + c.first,
+                             c.V,    c.ldv,    c.tiles,     c.smoothing > 0.0f};
+    if (is_bf16(weight)) {
+        RowProduct<bf16, Exp16> p = {nullptr, x, elements<bf16>(weight), nullptr, M, c.V, c.D, 0, c.ldx, c.D, 0, 0};
+        p.limit = limit, p.exps = to;
+        if (hopper_product_fits(p)) return hopper_product(p, stream);
+    }
+    const int64_t tiles_m = blocks_for(M, TILE);
+    Launches launches;
+    launches << allow_shared<exponentials>(Bf16Logits::BYTES)
+             << LAUNCH(exponentials, static_cast<unsigned>(tiles_m * c.tiles), Bf16Logits::THREADS, Bf16Logits::BYTES, stream,
+                       operand(real(x), M, c.ldx, 1), operand(weight, c.V, c.D, 1), limit, to, c.D, tiles_m);
+    return launches.error;
 }
 
 static cudaError_t launch_bf16(Call c, XRows<bf16> a, const pyops_real *weight, float *loss, int32_t ignore,
@@ -454,31 +539,26 @@ static cudaError_t launch_bf16(Call c, XRows<bf16> a, const pyops_real *weight, 
     launches << LAUNCH(gather<bf16>, grid(R ? blocks_for<int64_t>(R, GATHER) : 1), THREADS, 0, stream, c, a, pyops_faults(),
                        ignore);
     do {
-        const bool adds = c.dloss || c.first > 0;
         const int64_t M = R - c.first < c.chunk ? R - c.first : c.chunk;        // rows, if all are valid
-        const pyops_real *const x = real(a.x_valid + c.first * c.ldx),
-                                *const dlogits = real(reinterpret_cast<bf16 *>(c.logits));
-        if (M) {
-            RealProduct logits = {c.logits, nullptr, operand(x, M, c.ldx, 1), operand(weight, V, D, 1), c.bias, M, V, D, c.ldv};
-            logits.limit = {c.valid, c.first, false};
-            launches << real_product(logits, stream);
-        }
-        launches << LAUNCH(softmax_row, grid(std::max<int64_t>(1, round_up<int64_t>(M, 64))), THREADS, 0, stream,
-                           c.first + c.chunk < R ? nullptr : loss, c, a.x_valid, a.dx != nullptr);
-        if (M && a.dx) {
-            RealProduct dx = {nullptr, a.dx, operand(dlogits, M, 2 * c.ldv, 1), operand(weight, D, 1, D), nullptr, M, D, V, D};
-            dx.limit = {c.valid, c.first, false};
-            dx.scatter = c.position + c.first;
-            launches << real_product(dx, stream);
-        }
-        if (a.dx && c.dweight) {
+        const bf16 *const x = a.x_valid + c.first * c.ldx;
+        if (M) launches << launch_exponentials(c, x, weight, M, stream);
+        launches << LAUNCH(row_losses, grid(std::max<int64_t>(1, blocks_for<int64_t>(M, THREADS / 32))), THREADS, 0, stream,
+                           c.first + c.chunk < R ? nullptr : loss, c);
+        if (c.exps) {
+            const pyops_real *const gradient = real(reinterpret_cast<bf16 *>(c.exps));
+            launches << LAUNCH(dlogits, dim3(grid(c.tiles), grid(c.row_splits)), DLOGITS_THREADS, 0, stream, c);
+            if (M) {
+                RealProduct dx = {nullptr, a.dx, operand(gradient, M, c.ldv, 1), operand(weight, D, 1, D), nullptr, M, D, V, D};
+                dx.limit = {c.valid, c.first, false};
+                dx.scatter = c.position + c.first;
+                launches << real_product(dx, stream);
+            }
+            const bool adds = c.dloss || c.first > 0;
             const int64_t K = round_up<int64_t>(M, 64);
             RealProduct dweight = {
-                c.dweight, nullptr, operand(dlogits, V, 1, 2 * c.ldv), operand(x, D, 1, c.ldx), nullptr, V, D, K, D, adds};
+                c.dweight, nullptr, operand(gradient, V, 1, c.ldv), operand(real(x), D, 1, c.ldx), nullptr, V, D, K, D, adds};
             dweight.limit = {c.valid, c.first, true};
             launches << real_product(dweight, stream);
-            launches << LAUNCH(add_bias_gradient, grid(blocks_for<int64_t>(V, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
-                               stream, c, adds);
         }
         c.first += c.chunk;
     } while (c.first < R);
@@ -499,12 +579,11 @@ extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, 
     c.weight = elements<float>(weight), c.bias = bias, c.labels = labels, c.smoothing = smoothing;
     c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
     work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));
-    lay_out(&c, work, R, D, V, dx);
+    lay_out(&c, work, R, D, V, dx, is_bf16(x));
     const auto run = [&](auto type) {
         using T = decltype(type);
         cudaError_t error;
         if constexpr (std::is_same_v<T, bf16>) {
-            c.ldx = round_up<int64_t>(D, 8);                    // fits: half of the bytes of rows of floats
             const XRows<bf16> rows = {elements<bf16>(dx), elements<bf16>(x), reinterpret_cast<bf16 *>(c.x_valid)};
             error = launch_bf16(c, rows, weight, loss, ignore, stream_of(stream));
         } else {

@@ -1,6 +1,7 @@
 // product.cuh - shared by the files that compute whole matrix products.
 #pragma once
 #include <cstdlib>
+#include "exponentials.cuh"
 #include "real.cuh"
 
 // A size that only the device knows: M, or with `of_k` K, is count[0] - first where that is less than the size of the launch.
@@ -26,7 +27,8 @@ struct Activation {
 };
 
 // c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], then max(0, ...) if relu is 1.  The row strides of a, b and c are lda, ldb, ldc.
-// Element: bf16, or float for floats rounded to TF32.   Out: float, or bf16 if Element is.
+// Element: bf16, or float for floats rounded to TF32.   Out: float; if Element is bf16 also bf16, or Exp16: then the result is
+// `exps`, and of the other members a, b, M, N, K, lda, ldb and limit are used.
 template <class Element, class Out = float> struct RowProduct {
     Out *c;
     const Element *a, *b;
@@ -42,6 +44,7 @@ template <class Element, class Out = float> struct RowProduct {
     const int32_t *scatter = nullptr;       // not NULL: row m of the product is row scatter[m] of c
     const Out *gate = nullptr;              // not NULL: laid out as c, which is 0 where gate is not above 0
     Activation activation = {};
+    Exponentials exps = {};
 };
 
 // The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pyops.backend import (
+    BF16,
     REAL,
     axes,
     check,
@@ -76,8 +77,8 @@ class LinearCrossEntropy:
             dx = empty_gradient(x.shape, f'{self.name}.dx', x.dtype)
             dweight, dbias = self.weight.grad, self.bias.grad
         launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, dloss, x, self.weight.operand(x.dtype),
-               self.bias.value, labels, work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V,
-               self.ignore, self.smoothing if gradients else 0.0)
+               self.bias.value, labels, work('linear_cross_entropy', labels.size, D, V, gradients, x.dtype == BF16),
+               labels.size, D, V, self.ignore, self.smoothing if gradients else 0.0)
         if gradients:
             note_product(self, LOGITS, weight=self.weight, bias=self.bias)
         if dloss is None:

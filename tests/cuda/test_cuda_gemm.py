@@ -439,11 +439,11 @@ def test_rows_that_only_the_device_can_count_are_shared_with_the_same_bits(valid
     labels = np.full(R, -1, np.int32)
     labels[rng.choice(R, valid, replace=False)] = rng.integers(0, V, valid)
     size = library().pyops_linear_cross_entropy_work
-    size.argtypes, size.restype = [ctypes.c_int64] * 3 + [ctypes.c_int32], ctypes.c_int64
+    size.argtypes, size.restype = [ctypes.c_int64] * 3 + [ctypes.c_int32] * 2, ctypes.c_int64
     found = []
     for wanted in NEVER, ALWAYS:
         multicast(wanted)
-        loss, count, work = np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(size(R, D, V, 1), np.float32)
+        loss, count, work = np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(size(R, D, V, 1, 1), np.float32)
         dx, dweight, dbias = np.full((R, D), 0x7FC0, np.uint16), np.ones((V, D), np.float32), np.ones(V, np.float32)
         call('linear_cross_entropy', loss, count, real(dx), dweight, dbias, dloss, real(x), real(weight), bias, labels, work,
              R, D, V, -1, 0.1)

@@ -8,6 +8,7 @@ the terms that it is a factor of.  Sums in float32 in another order add SUMS of 
 import numpy as np
 import pytest
 from arrays import close, normal, same
+from rows import below
 
 from pyops import backend
 from pyops.backend import BF16, get, launch, put, to_bf16
@@ -398,15 +399,9 @@ def test_the_output_layer_of_float32_adds_the_parts_of_dx_in_any_precision(preci
         close(got, want, {'fp32': 1e-5, 'tf32': 2**-9, 'bf16': 2**-6}[precision], name)
 
 
-@pytest.mark.parametrize('smoothing', [0.0, 0.2])
-@pytest.mark.parametrize('known', [True, False])
-@pytest.mark.parametrize(('R', 'D', 'V'), [(1, 3, 5), (70, 24, 300), (130, 40, 600), (9, 136, 2100)])
-def test_the_output_layer_rounds_the_gradient_of_the_logits_and_dx(R, D, V, known, smoothing, on_gpu):
-    rng = np.random.default_rng(R)
-    weight, bias, x = numbers(rng, V, D), numbers(rng, V), numbers(rng, R, D)
-    labels = rng.integers(0, V, R).astype(np.int32)
-    labels[::3] = -1 if R > 1 else labels[::3]
-    upstream, results = np.array([1.5], np.float32), []
+def compare_output_layers(weight, bias, x, labels, on_gpu, known=True, smoothing=0.0):
+    """Compare the output layer of the GPU in bfloat16 with the CPU's in float32.  known: dloss is an argument of forward."""
+    (R, V), used, upstream, results = (len(x), len(weight)), labels >= 0, np.array([1.5], np.float32), []
     for place, of in ((lambda x: x, of_host), (half, of_device)):
         with backend.on(backend.HOST if of is of_host else on_gpu):
             w, b = of(weight), of(bias)
@@ -419,9 +414,9 @@ def test_the_output_layer_rounds_the_gradient_of_the_logits_and_dx(R, D, V, know
     exact, got = results
     close(got[0], exact[0], 1e-5, 'loss')
     close(got[1], exact[1], 1e-5, 'loss of an evaluation')
-    assert got[2] == exact[2] and got[3].dtype == BF16
+    assert got[2] == exact[2] == used.sum() and got[3].dtype == BF16
     # of the gradient of a logit; one more rounding where dx is for dloss = 1 and multiplied later
-    used, logits = labels >= 0, (x @ weight.T + bias).astype(np.float64)
+    logits = x.astype(np.float64) @ weight.T + bias
     logits -= logits.max(1, keepdims=True)
     size = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     size[used, labels[used]] = np.abs(size[used, labels[used]] - 1)
@@ -432,6 +427,109 @@ def test_the_output_layer_rounds_the_gradient_of_the_logits_and_dx(R, D, V, know
                                          strict=True):
         error = np.abs(ours - theirs)
         assert (error <= HALF * terms + SUMS * (1 + np.abs(theirs).max())).all(), f'{name}: {error.max()}'
+
+
+# Where D is a multiple of 8 the logits are computed by wgmma, on devices that have it, in tiles of 128 or 256 words.
+@pytest.mark.parametrize('smoothing', [0.0, 0.2])
+@pytest.mark.parametrize('known', [True, False])
+@pytest.mark.parametrize(('R', 'D', 'V'), [(1, 3, 5), (70, 24, 300), (130, 40, 600), (9, 136, 2100), (100, 40, 600),
+                                           (128, 8, 384), (150, 21, 650), (600, 8, 130)])
+def test_the_output_layer_rounds_the_gradient_of_the_logits_and_dx(R, D, V, known, smoothing, on_gpu):
+    rng = np.random.default_rng(R)
+    weight, bias, x = numbers(rng, V, D), numbers(rng, V), numbers(rng, R, D)
+    labels = rng.integers(0, V, R).astype(np.int32)
+    labels[::3] = -1 if R > 1 else labels[::3]
+    compare_output_layers(weight, bias, x, labels, on_gpu, known, smoothing)
+
+
+def biases(kind, V, rng):
+    """Return V biases, multiples of 1/32."""
+    tile = np.arange(V, dtype=np.int32) // 128
+    near = below(1e4, V, rng)
+    return {'high': near, 'low': -near, 'high and low': np.where(tile % 2, near, -near),
+            'steps': near - 10 * tile, 'one word': np.where(np.arange(V) == 7, 24, near * 0),
+            'words without': np.where((tile == 1) | (np.arange(V) % 5 == 3), -np.inf, near)}[kind].astype(np.float32)
+
+
+@pytest.mark.parametrize(('kind', 'smoothing'), [
+    *((kind, s) for kind in ('high', 'low', 'high and low', 'steps', 'one word') for s in (0.0, 0.1)), ('words without', 0.0)])
+@pytest.mark.parametrize(('D', 'V'), [(16, 600), (12, 600), (16, 384), (16, 1000)])
+def test_the_output_layer_is_exact_for_extreme_logits_and_labels_in_any_tile(D, V, kind, smoothing, on_gpu):
+    """All numbers are multiples of powers of 2, so that float32 logits are exact, whatever the order of their sums."""
+    rng, R = np.random.default_rng([D, V]), 140
+    x, weight = np.rint(4 * normal(rng, R, D)) / 4, np.rint(8 * normal(rng, V, D)) / 8
+    labels = rng.integers(0, V, R).astype(np.int32)
+    labels[:R // 2] = np.resize([0, 127, 128, 255, V // 128 * 128 - 1, V - 1, V - 2, 7], R // 2)
+    bias = biases(kind, V, rng)
+    labels[np.isinf(bias[labels])] = np.flatnonzero(np.isfinite(bias))[-1]
+    if kind == 'one word':                              # its probability is nearly 1 in most rows
+        labels[3::2] = 7
+    labels[::5] = -1
+    compare_output_layers(weight, bias, x, labels, on_gpu, smoothing=smoothing)
+
+
+@pytest.mark.parametrize('D', [16, 12])
+def test_the_output_layer_of_one_valid_row(D, on_gpu):
+    rng, labels = np.random.default_rng(D), np.full(70, -1, np.int32)
+    labels[66] = 200
+    compare_output_layers(numbers(rng, 300, D), numbers(rng, 300), numbers(rng, 70, D), labels, on_gpu, smoothing=0.1)
+
+
+@pytest.fixture
+def logits_bytes(on_gpu):
+    """A function that sets the number of bytes of logits that are stored at once."""
+    yield lambda number: on_gpu.check(on_gpu.library().lib.pyops_set_logits(number))
+    on_gpu.library().lib.pyops_set_logits(0)
+
+
+@pytest.mark.parametrize('valid', [300, 200, 128, 100])
+def test_the_output_layer_in_groups_of_rows(valid, on_gpu, logits_bytes):
+    """Of 300 rows in groups of 128; in the last groups only some rows count, or none."""
+    rng, (R, D, V) = np.random.default_rng(valid), (300, 24, 300)
+    labels = np.full(R, -1, np.int32)
+    labels[rng.choice(R, valid, replace=False)] = rng.integers(0, V, valid)
+    logits_bytes(128 * 384 * 2)
+    compare_output_layers(numbers(rng, V, D), numbers(rng, V), numbers(rng, R, D), labels, on_gpu, smoothing=0.1)
+
+
+@pytest.mark.parametrize('valid', [300, 200, 128])
+def test_the_output_layer_of_float32_in_groups_of_rows(valid, on_gpu, logits_bytes):
+    rng, (R, D, V), results = np.random.default_rng(valid), (300, 24, 300), []
+    labels = np.full(R, -1, np.int32)
+    labels[rng.choice(R, valid, replace=False)] = rng.integers(0, V, valid)
+    weight, bias, x = normal(rng, V, D), normal(rng, V), normal(rng, R, D)
+    logits_bytes(128 * 384 * 4)
+    for place, of in ((backend.HOST, of_host), (on_gpu, lambda value: of_device(value, with_copy=False))):
+        with backend.on(place):
+            w, b = of(weight), of(bias)
+            loss, ctx = LinearCrossEntropy(w, b, smoothing=0.1).forward(put(x), put(labels), dloss=put(np.ones(1, np.float32)))
+            results.append([get(array).copy() for array in (loss, ctx.dx, w.grad, b.grad)])
+    for name, want, got in zip(('loss', 'dx', 'dweight', 'dbias'), *results, strict=True):
+        close(got, want, 1e-5, name)
+
+
+def test_bytes_of_logits_below_0_are_refused(on_gpu, logits_bytes):
+    with pytest.raises(ValueError, match='^set_logits: bytes=-1, expected at least 1, or 0 for the usual number$'):
+        logits_bytes(-1)
+
+
+def test_the_output_layer_stores_half_of_the_bytes_in_bfloat16_and_no_logits_in_an_evaluation(on_gpu):
+    R, D, V = 1152, 256, 13387
+    bytes_of = {key: 4 * backend.work_size('linear_cross_entropy', R, D, V, *key) for key in ((1, 0), (1, 1), (0, 1))}
+    logits, rest = R * -(-V // 128) * 128, 0.1 * R * V + 4 * R * D + 2**20          # rest: 12 bytes per 128 logits, x, ...
+    assert 4 * logits <= bytes_of[1, 0]
+    assert 2 * logits <= bytes_of[1, 1] <= 2 * logits + rest and bytes_of[0, 1] <= rest
+
+
+@pytest.mark.parametrize('D', [16, 12])
+def test_a_nan_in_a_weight_is_seen_in_the_loss_and_the_gradients_of_bfloat16(D, on_gpu):
+    rng = np.random.default_rng(D)
+    weight, x, labels = numbers(rng, 300, D), numbers(rng, 5, D), np.array([1, 2, -1, 3, 290], np.int32)
+    weight[299, 0] = np.nan
+    w, b = of_device(weight), of_device(numbers(rng, 300))
+    loss, ctx = LinearCrossEntropy(w, b).forward(half(x), put(labels), dloss=put(np.ones(1, np.float32)))
+    assert np.isnan(get(loss)).all() and np.isnan(get(b.grad)).all()
+    assert (np.isnan(get(ctx.dx)) == (labels >= 0)[:, None]).all()
 
 
 def test_the_output_layer_without_a_valid_row_adds_nothing(on_gpu):
