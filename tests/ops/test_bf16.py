@@ -401,7 +401,7 @@ def test_the_output_layer_of_float32_adds_the_parts_of_dx_in_any_precision(preci
 
 def compare_output_layers(weight, bias, x, labels, on_gpu, known=True, smoothing=0.0):
     """Compare the output layer of the GPU in bfloat16 with the CPU's in float32.  known: dloss is an argument of forward."""
-    (R, V), used, upstream, results = (len(x), len(weight)), labels >= 0, np.array([1.5], np.float32), []
+    V, used, upstream, results = len(weight), labels >= 0, np.array([1.5], np.float32), []
     for place, of in ((lambda x: x, of_host), (half, of_device)):
         with backend.on(backend.HOST if of is of_host else on_gpu):
             w, b = of(weight), of(bias)
@@ -423,10 +423,11 @@ def compare_output_layers(weight, bias, x, labels, on_gpu, known=True, smoothing
     size = (size + smoothing / V) * used[:, None] * upstream / max(exact[2], 1)
     within(got[3], exact[3], 'dx', size @ np.abs(weight) + np.abs(exact[3]))
     assert not get(got[3])[~used].any()
-    for name, ours, theirs, terms in zip(('dweight', 'dbias'), got[4:], exact[4:], (size.T @ np.abs(x), size.sum(0)),
-                                         strict=True):
+    # the sums of columns are of gradients before they are rounded, but of exponentials with two more digits than bfloat16
+    terms = HALF * size.T @ np.abs(x), HALF / 4 * size.sum(0)
+    for name, ours, theirs, limit in zip(('dweight', 'dbias'), got[4:], exact[4:], terms, strict=True):
         error = np.abs(ours - theirs)
-        assert (error <= HALF * terms + SUMS * (1 + np.abs(theirs).max())).all(), f'{name}: {error.max()}'
+        assert (error <= limit + SUMS * (1 + np.abs(theirs).max())).all(), f'{name}: {error.max()}'
 
 
 # Where D is a multiple of 8 the logits are computed by wgmma, on devices that have it, in tiles of 128 or 256 words.
