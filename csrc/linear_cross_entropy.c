@@ -27,6 +27,10 @@
 /* The most floats of a weight that is packed ahead, in two copies of at most 64 MiB. */
 #define AHEAD PYOPS_TUNED(linear_cross_entropy_ahead, 1 << 24, 0, 1 << 24, 1)
 
+/* A multiple of the tile heights 14 and 6.  The blocks must not depend on the instruction set: sums over rows are added block by
+ * block, and with --exact they have the same bits on all. */
+enum { TILES = 42 };
+
 /* The logits of a block are stored in chunks of COLUMNS columns, (ROWS, COLUMNS) each, rows LD apart.  With rows of all V
  * columns every row would be on another page, and with a stride of 2 KiB all rows would map to the same cache sets. */
 enum { COLUMNS = 512, LD = COLUMNS + 16 };
@@ -81,8 +85,8 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     const pyops_kernels *k = pyops_active();
     const layout l = make_layout(k, R, D, V, gradients);
     const int64_t n_valid = valid[0], block = pyops_min(R, ROWS), blocks = (n_valid + ROWS - 1) / ROWS;
-    /* rows of each block but the last: whole tiles, if that makes no block too high */
-    const int64_t even = blocks ? (n_valid + blocks - 1) / blocks : 0, height = pyops_min(pyops_round_up(even, k->MR), block);
+    /* rows of each block but the last: whole tiles of any instruction set, if that makes no block too high */
+    const int64_t even = blocks ? (n_valid + blocks - 1) / blocks : 0, height = pyops_min(pyops_round_up(even, TILES), block);
 
     int32_t *row = (int32_t *)(work + l.rows);
     for (int64_t r = 0, n = 0; r < R; r++)

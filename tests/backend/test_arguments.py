@@ -14,7 +14,7 @@ from pyops.backend import library
 pytestmark = on_the_cpu
 BYTES = 1 << 24
 KINDS = {'float': 'f4', 'double': 'f8', 'int32_t': 'i4', 'int64_t': 'i8', 'uint8_t': 'u1', 'uint16_t': 'u2',
-         'pyops_action': 'i8', 'pyops_value': 'i8'}
+         'pyops_action': 'i8', 'pyops_value': 'i8', 'pyops_recording': 'i8', 'void': 'u1'}
 NUMBERS = {'float': 0.5, 'int32_t': 0, 'int64_t': 1, 'uint64_t': 0}
 LARGEST = 2**31 - 1
 
@@ -39,6 +39,7 @@ BOUNDS = [
     ('gemm_batched', {}, f'M>=0 N>=0 K>=0 ldc>=1 {SHAPE}'),
     ('matmul_double', {}, f'M>=0 N>=0 K>=0 ldy>=1 {SHAPE}'),
     ('linear_backward', {}, 'R>=0 O>=0 I>=0'),
+    ('linear_activation linear_activation_backward', {}, 'R>=0 O>=0 I>=0 activation>=0 activation<=2'),
     ('linear_pair linear_pair_backward', {}, 'R1>=0 R2>=0 O1>=0 O2>=0 I1>=0 I2>=0'),
     ('to_bf16', {}, 'R>=0 C>=0 ld>=1'),
     ('gemm_bf16', {}, 'M>=0 N>=0 K>=0 ldc>=1 lda>=1 ldb>=1'),
@@ -130,6 +131,7 @@ BOUNDS = [
     ('muon_polynomial', {'n': 0}, 'count>=0 count<=65535 n>=0'),
     ('muon_update', {'n': 0}, 'count>=0 count<=65535 n>=0 weight_decay>=0'),
     ('replay', {'from': 0, 'to': 0}, ''),
+    ('run_recording', {}, ''),
 ]
 WITHOUT_BOUNDS = {'increment', 'tick'}       # no argument can be wrong
 OF_THE_STATE = {'set_threads', 'set_precision', 'set_exact'}        # tests/backend/test_kernels.py and test_exact.py
@@ -318,6 +320,8 @@ REFUSED = [
       for kernel in ('scaled_quantize', 'scaled_decode') for format in (0, 4, 5)),
     *(('scaled_quantize', {'rule': rule}, f'format=1, expected 3 with rule {rule}') for rule in (6, 7)),
     *(('hadamard', {'block': block}, f'block={block}, expected a power of two from 1 to 32') for block in (3, 12, 64)),
+    ('linear_activation_backward', {'dx': None}, 'dx is NULL, expected an array'),
+    *(('run_recording', {'recording': [0, 0, 0, 0, count]}, f'value_count={count}, expected 0 to') for count in (-1, 10**6)),
     ('replay', {'to': 1, 'actions': [-1, 0]}, 'action 0: kernel=-1, expected 0 to'),
     ('replay', {'from': 1, 'to': 2, 'actions': [0, 0, 10**6, 0]}, 'action 1: kernel=1000000, expected 0 to'),
 ]
