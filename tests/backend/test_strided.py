@@ -639,6 +639,7 @@ def test_rows_of_float64_are_added_at_their_indices(R, V, E):
 
 # ---- sums and products of the first elements ---------------------------------------------------------------------------------
 
+@on_the_cpu             # a GPU has no kernel for it
 @pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
 @pytest.mark.parametrize('outer,n,inner', [(1, 1, 1), (0, 3, 2), (2, 0, 3), (2, 3, 0), (3, 7, 1), (2, 5, 63), (2, 5, 64),
                                            (3, 4, 65), (2, 3, 200)])
