@@ -138,7 +138,7 @@ def main(argv=None):
             print(f'llm.c was left out; get it with: {llmc.GET}; and add: --llmc llm.c')
     wrong = differences(losses)
     for kind, difference in wrong.items():
-        print(f'{PROGRAM}: {NAMES[kind]}: a loss differs from that of {NAMES["ours"]} by {difference:.2%}', file=sys.stderr)
+        print(f'{PROGRAM}: {NAMES[kind]}: a loss differs from the loss of {NAMES["ours"]} by {difference:.2%}', file=sys.stderr)
     if not wrong and args.save:
         results.save('gpt2', known | {'contestants': figures})
     return 1 if wrong else 0

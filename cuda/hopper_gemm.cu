@@ -172,7 +172,7 @@ DEVICE void write_piece(char *piece, const float *sum, int lane, float) {
     }
 }
 // Write 16 x 64 numbers of bfloat16, 32 of each lane.  In a step, lanes 0 to 15 have the addresses of 16 rows of 8 columns,
-// the others those of the next 8 columns.
+// the others have them for the next 8 columns.
 DEVICE void write_piece(char *piece, const float *sum, int lane, bf16) {
     const int row = lane % 16;
 #pragma unroll

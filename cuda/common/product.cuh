@@ -48,7 +48,7 @@ template <class Element, class Out = float> struct RowProduct {
 };
 
 // The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are
-// multiples of 16 bytes.  `has_map`: so are those of c, whose rows are not scattered, and of its activation; required for one.
+// multiples of 16 bytes.  `has_map`: also for c, whose rows are not scattered, and its activation; required for one.
 template <class Element, class Out> bool hopper_product_fits(const RowProduct<Element, Out> &g);
 template <class Element, class Out> bool hopper_has_map(const RowProduct<Element, Out> &g);
 template <class Element, class Out> cudaError_t hopper_product(const RowProduct<Element, Out> &g, cudaStream_t stream);

@@ -153,7 +153,7 @@ def _recorded(array_type, function, args, named):
 
 
 def _typed(value):
-    """Return an argument so that it is equal to those of the same type alone: 1 is 1.0 and True.  TypeError for other types."""
+    """Return an argument so that it is equal to arguments of its type alone: 1 is 1.0 and True.  TypeError for other types."""
     kind = value.__class__
     if kind is slice:
         value = value.start, value.stop, value.step

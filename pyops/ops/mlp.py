@@ -86,7 +86,7 @@ class MLPGradients:
 
     def steps(self, images: Array, rows: Array, labels: Array, adam: Adam) -> tuple[Array, Array | None]:
         """Run step() on each row of `rows` (K, B) int64, one after the other, as one op.  Return losses (K,) and norms of the
-        gradients (K,), None if adam.max_norm is None.  The products that can be saved are those of the first step."""
+        gradients (K,), None if adam.max_norm is None.  The products of the first step can be saved."""
         K, B = axes('rows', rows, 'K B')
         return self._steps(images, rows.reshape(-1), labels, adam, K, B)
 

@@ -181,7 +181,7 @@ def test_losses_that_differ_are_reported_and_not_saved(capsys, monkeypatch):
     monkeypatch.setattr(gpt2.results, 'save', lambda *_: pytest.fail('saved'))
     assert gpt2.main(['--no-torch', '--save', '--json']) == 1
     err = capsys.readouterr().err
-    assert 'PyTorch eager: a loss differs from that of pyops by 0.13%' in err and 'llm.c: a loss differs' in err
+    assert 'PyTorch eager: a loss differs from the loss of pyops by 0.13%' in err and 'llm.c: a loss differs' in err
 
 
 @pytest.mark.parametrize('flags, match', [
