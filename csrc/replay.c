@@ -33,7 +33,7 @@ pyops_status pyops_run_recording(const pyops_recording *recording, void *y, void
     PYOPS_REQUIRE(count >= 0 && count <= PYOPS_RECORDED_VALUES, "run_recording: value_count=%lld, expected 0 to %d", LL(count),
                   PYOPS_RECORDED_VALUES);
     pyops_value values[PYOPS_RECORDED_VALUES];          /* a copy, since another thread may run the recording */
-    memcpy(values, recording->values, (size_t)count * sizeof *values);
+    for (int64_t i = 0; i < count; i++) values[i] = recording->values[i];
     for (const pyops_place *place = recording->places, *end = place + recording->place_count; place < end; place++)
         values[place->value].pointer = arrays[place->array] + place->offset;
     int64_t at;
