@@ -1,5 +1,6 @@
 """Shared by all tests: import path, signal handlers, threads per worker, the options --on and --slow, fixtures."""
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -102,6 +103,15 @@ def all_products_are_declared():
     plan.Plan._compile = compile_and_check
     yield
     plan.Plan._compile = compile_
+
+
+@pytest.fixture(scope='module')
+def new_objects():
+    """Leave the objects that exist now out of collections and of gc.get_objects(): both take seconds with those of PyTorch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope='session')

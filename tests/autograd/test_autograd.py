@@ -20,6 +20,8 @@ from pyops.ops import GRU, LSTM, Dropout, Linear, Residual
 from pyops.ops.array import ArrayOp
 from pyops.ops.elementwise import Exp, Multiply
 
+pytestmark = pytest.mark.usefixtures('new_objects')      # tests count nodes and live buffers
+
 
 def leaf(*shape, seed=0):
     return Tensor(normal(np.random.default_rng(seed), *shape), requires_grad=True)

@@ -22,6 +22,8 @@ from pyops.backend.device import Device
 from pyops.ndarray import NDArray, array, concatenate, from_dlpack, from_numpy, live_buffers, pad, stack
 from pyops.plan import Plan
 
+pytestmark = pytest.mark.usefixtures('new_objects')      # tests count the live buffers
+
 DEVICES = {name.removesuffix('_device'): device for name, device in devices().items()}
 DTYPES = ('float32', 'int32')
 
