@@ -74,7 +74,7 @@ def memory(run):
                   rstd=np.zeros(n // C, np.float32))
     kernels = {     # bytes of traffic, the results, and the launch, with the names of arrays
         'copy (scale)': (8 * n, 'y', ('scale', 'y', 'x', 'one', n)),
-        'adam': (28 * n, 'xmv', ('adam', 'x', 'm', 'v', 'g', None, 'norm', 'step', 'lr', n, 1.0, 0.9, 0.999, 1e-8, 0.0)),
+        'adam': (28 * n, 'xmv', ('adam', 'x', 'm', 'v', 'g', None, 'norm', 'step', 'lr', n, 1.0, 0.9, 0.999, 1e-8, 0.0, 0)),
         'dropout': (8 * n, 'y', ('dropout', 'y', 'x', 'step', n, 0.2, 7)),
         'layer_norm_forward': (8 * n, ('y', 'mean', 'rstd'), ('layer_norm_forward', 'y', 'mean', 'rstd', 'x', 'weight', 'bias',
                                                               n // C, C, 1e-5)),

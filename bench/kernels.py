@@ -179,7 +179,8 @@ def pass_cases(rng, torch):
     parameter.grad = tx
     optimizer = torch.optim.Adam([parameter], 1e-3, fused=True)
     yield Case('adam, 8 million parameters', 0, 7 * 4 * n,
-               lambda: backend.launch('adam', y, m, v, x, None, None, step, lr, n, 1.0, 0.9, 0.999, 1e-8, 0.0), optimizer.step)
+               lambda: backend.launch('adam', y, m, v, x, None, None, step, lr, n, 1.0, 0.9, 0.999, 1e-8, 0.0, 0),
+               optimizer.step)
     table, ids = rng.standard_normal((V, D), np.float32), rng.integers(0, V, T * B).astype(np.int32)
     rows, ttable, tids = backend.empty((T * B, D)), torch.from_numpy(table), torch.from_numpy(ids).long()
     yield Case('embedding 1152 of 13387 x 256', 0, 8 * T * B * D,

@@ -321,11 +321,6 @@ static inline pyops_status check_sgd(const float *velocity, int64_t n, float max
     return check_weight_decay("sgd", weight_decay);
 }
 
-static inline pyops_status check_decay_weights(int64_t n, float weight_decay) {
-    PYOPS_REQUIRE(n >= 0, "decay_weights: n=%lld, expected at least 0", LL(n));
-    return check_weight_decay("decay_weights", weight_decay);
-}
-
 static inline pyops_status check_log_step(int64_t steps, int64_t capacity) {
     PYOPS_REQUIRE(steps >= 1 && steps <= capacity, "log_step: steps=%lld capacity=%lld, expected 1 <= steps <= capacity",
                   LL(steps), LL(capacity));

@@ -95,7 +95,7 @@ typedef struct {
                                   const float *weight, float mean, float rstd, int64_t C, int add)) \
     ROW(void,   adam,         (float *param, float *m, float *v, const float *grad, int64_t n, float clip, \
                                float beta1, float beta2, float step_size, float root_correction, float eps, \
-                               float weight_decay)) \
+                               float weight_decay, float keep)) \
     ROW(void,   sgd,          (float *param, const float *grad, int64_t n, float clip, float lr, float weight_decay)) \
     ROW(void,   sgd_momentum, (float *param, float *velocity, const float *grad, int64_t n, float clip, float lr, \
                                float momentum, float undamped, float weight_decay, int nesterov)) \

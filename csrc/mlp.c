@@ -106,7 +106,7 @@ pyops_status pyops_mlp_step(float *loss, float *norm, float *norms, int64_t *ste
         TRY(pyops_increment(step, stream));
         for (int i = 0; i < 4; i++)
             TRY(pyops_adam(param + at[i], m + at[i], v + at[i], grad + at[i], NULL, norm, step, lr, size[i], max_norm, beta1,
-                           beta2, eps, weight_decay, stream));
+                           beta2, eps, weight_decay, 0, stream));
     }
     return PYOPS_OK;
 }

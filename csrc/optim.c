@@ -96,7 +96,7 @@ pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_nor
 
 pyops_status pyops_adam(float *param, float *m, float *v, const float *grad, const int32_t *touched, const float *norm,
                         const int64_t *step, const float *lr, int64_t n, float max_norm, float beta1, float beta2, float eps,
-                        float weight_decay, void *stream) {
+                        float weight_decay, int32_t decoupled, void *stream) {
     (void)stream;
     const pyops_status status = check_adam("adam", n, max_norm, beta1, beta2, weight_decay);
     if (status) return status;
@@ -104,14 +104,15 @@ pyops_status pyops_adam(float *param, float *m, float *v, const float *grad, con
     const pyops_kernels *k = pyops_active();
     const float step_size = (float)(lr[0] / (1.0 - power(beta1, step[0])));
     const float root_correction = (float)(1.0 / sqrt(1.0 - power(beta2, step[0])));
-    const float clip = pyops_clip_factor(norm, max_norm);
+    const float clip = pyops_clip_factor(norm, max_norm), keep = decoupled ? 1.0f - lr[0] * weight_decay : 1.0f;
+    const float added = decoupled ? 0.0f : weight_decay;
     #pragma omp parallel for schedule(dynamic, TURN / ADAM_CHUNK) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += ADAM_CHUNK) {
         const int64_t end = pyops_min(i + ADAM_CHUNK, n);
         for (int64_t from = i, to; from < end; from = to) {
             to = end_of_run(touched, from, end);
             k->adam(param + from, m + from, v + from, pyops_is_touched(touched, from) ? grad + from : NULL, to - from, clip,
-                    beta1, beta2, step_size, root_correction, eps, weight_decay);
+                    beta1, beta2, step_size, root_correction, eps, added, keep);
         }
     }
     return PYOPS_OK;
@@ -133,13 +134,6 @@ pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const f
         else k->sgd(param + i, grad + i, m, clip, lr[0], weight_decay);
     }
     return PYOPS_OK;
-}
-
-pyops_status pyops_decay_weights(float *param, const float *lr, int64_t n, float weight_decay, void *stream) {
-    (void)stream;
-    const pyops_status status = check_decay_weights(n, weight_decay);
-    const float factor = 1.0f - lr[0] * weight_decay;
-    return status ? status : pyops_scale(param, param, &factor, n, stream);
 }
 
 pyops_status pyops_ema(float *average, const float *param, const int64_t *step, int64_t n, float decay, void *stream) {

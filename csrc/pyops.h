@@ -1062,9 +1062,10 @@ PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t
  * adam       g = grad[i] * min(1, max_norm / norm[0]) + weight_decay param[i]     (norm NULL: not clipped; grad is unchanged)
  *            m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
  *            param -= lr[0] * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),   t = step[0] >= 1
+ *            decoupled: g without weight_decay, and first param *= 1 - lr[0] * weight_decay (Loshchilov and Hutter 2017,
+ *            arXiv:1711.05101)
  * sgd        g as above;   velocity = momentum velocity + d g     (velocity NULL: as with momentum 0)
  *            d = 1 - dampening, in the first step 1;   param -= lr[0] * (nesterov ? g + momentum velocity : velocity)
- * decay_weights  param *= 1 - lr[0] * weight_decay: decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101)
  * ema        average += (1 - d) (param - average),   d = min(decay, (1 + t) / (10 + t)),  t = step[0]: an exponential moving
  *            average of the parameters, over fewer steps at first, when they change fast
  * touched: NULL, or marks the blocks of grad that must be read; the others are 0.  The results have the same bits.
@@ -1078,12 +1079,11 @@ PYOPS_API pyops_status pyops_clip(float *grad, const float *norm, int64_t n, flo
 PYOPS_API pyops_status pyops_adam(
     float *param, float *m, float *v,
     const float *grad, const int32_t *touched, const float *norm, const int64_t *step, const float *lr,
-    int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream);
+    int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, int32_t decoupled, void *stream);
 PYOPS_API pyops_status pyops_sgd(
     float *param, float *velocity,
     const float *grad, const float *norm, const int64_t *step, const float *lr,
     int64_t n, float max_norm, float momentum, float dampening, float weight_decay, int32_t nesterov, void *stream);
-PYOPS_API pyops_status pyops_decay_weights(float *param, const float *lr, int64_t n, float weight_decay, void *stream);
 PYOPS_API pyops_status pyops_ema(
     float *average, const float *param, const int64_t *step, int64_t n, float decay, void *stream);
 

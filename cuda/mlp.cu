@@ -462,6 +462,6 @@ extern "C" pyops_status pyops_mlp_step(float *loss, float *norm, float *norms, i
     const Update update = {norm,        norms,    step,
                            param,       m,        v,
                            grad,        lr,       reinterpret_cast<double *>(squares),
-                           corrections, max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
+                           corrections, max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f, 1.0f}};
     return pyops_launched("mlp_step", launch<true>(net, update, stream), stream);
 }

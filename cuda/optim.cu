@@ -143,7 +143,7 @@ struct Adam {
     const float *norm, *lr;
     const int64_t *step;
     FaultRecord *faults;
-    float max_norm;
+    float max_norm, decoupled;
     AdamRule rule;
 
     // The values common to all parameters, computed by one thread per block.
@@ -157,6 +157,7 @@ struct Adam {
         if (threadIdx.x == 0) {
             rule.correct(lr[0], t);
             rule.clip = clip_factor_at(norm, max_norm);
+            rule.keep = 1.0f - lr[0] * decoupled;
             common = rule;
         }
         __syncthreads();
@@ -174,10 +175,11 @@ struct Adam {
 // `touched` is not used: it would save 4 of 28 bytes per parameter, and an untouched gradient reads as 0 anyway.
 extern "C" pyops_status pyops_adam(float *param, float *m, float *v, const float *grad, const int32_t *, const float *norm,
                                    const int64_t *step, const float *lr, int64_t n, float max_norm, float beta1, float beta2,
-                                   float eps, float weight_decay, void *stream) {
+                                   float eps, float weight_decay, int32_t decoupled, void *stream) {
     const pyops_status status = check_adam("adam", n, max_norm, beta1, beta2, weight_decay);
     if (status) return status;
-    const Adam adam{norm, lr, step, pyops_faults(), max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
+    const AdamRule rule{beta1, beta2, eps, decoupled ? 0.0f : weight_decay, 1.0f, 0.0f, 0.0f, 1.0f};
+    const Adam adam{norm, lr, step, pyops_faults(), max_norm, decoupled ? weight_decay : 0.0f, rule};
     return pyops_launched("adam", launch_flat(adam, {{param, m, v, grad}, {param, m, v}}, n, stream, true), stream);
 }
 
@@ -225,26 +227,6 @@ extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *gr
                                                      {{param, velocity, grad}, {param, velocity}}, n, stream)
                                        : launch_flat(plain, {{param, grad}, {param}}, n, stream);
     return pyops_launched("sgd", error, stream);
-}
-
-// ---- decoupled weight decay ----------------------------------------------------------------------------
-namespace {
-struct Decay {
-    static constexpr int INPUTS = 1, OUTPUTS = 1;                              // param -> param
-    const float *lr;
-    float weight_decay, factor;
-    __device__ bool begin() {
-        factor = 1.0f - lr[0] * weight_decay;
-        return true;
-    }
-    __device__ void operator()(const float (&in)[1], float (&out)[1]) const { out[0] = factor * in[0]; }
-};
-}
-
-extern "C" pyops_status pyops_decay_weights(float *param, const float *lr, int64_t n, float weight_decay, void *stream) {
-    const pyops_status status = check_decay_weights(n, weight_decay);
-    if (status) return status;
-    return pyops_launched("decay_weights", launch_flat(Decay{lr, weight_decay, 1.0f}, {{param}, {param}}, n, stream), stream);
 }
 
 // ---- the average of the parameters -------------------------------------------------------------------

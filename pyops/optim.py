@@ -353,6 +353,7 @@ class Adam(Optimizer):
     MOMENTS = 'm', 'v'
     settings: tuple[str, ...] = ('weight_decay', 'beta1', 'beta2', 'eps')
     is_one_kernel = True                # whether a step is the kernel adam alone, which pyops.ops.MLP can include in its own
+    decoupled = 0                       # 1: weight_decay decays the parameter itself, as AdamW's
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
                  beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
@@ -372,29 +373,22 @@ class Adam(Optimizer):
         self._apply_groups()
 
     def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array) -> None:
-        self._adam(unit, group, norm, m, v, group['weight_decay'])
-
-    def _adam(self, unit: Any, group: Group, norm: Any, m: Array, v: Array, weight_decay: float) -> None:
         values = unit.values
         backend.launch('adam', values, m, v, unit.grads, unit.touched, norm, self.count, group.rate,
-                       values.size, self.max_norm or 1.0, group['beta1'], group['beta2'], group['eps'], weight_decay)
+                       values.size, self.max_norm or 1.0, group['beta1'], group['beta2'], group['eps'], group['weight_decay'],
+                       self.decoupled)
 
 
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101): lr * weight_decay times the parameter is
     subtracted from it, instead of adding to its gradient."""
-    is_one_kernel = False
+    is_one_kernel, decoupled = False, 1
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
                  beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
                  eps: float = 1e-8, weight_decay: float = 0.01) -> None:
         super().__init__(params, lr, *more, max_norm=max_norm, beta1=beta1, beta2=beta2, betas=betas, eps=eps,
                          weight_decay=weight_decay)
-
-    def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array) -> None:
-        if group['weight_decay']:
-            backend.launch('decay_weights', unit.values, group.rate, unit.values.size, group['weight_decay'])
-        self._adam(unit, group, norm, m, v, 0.0)
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -721,6 +715,6 @@ def decaying_rate(optimizer: Optimizer, lr: float, warmup: int, total: int, kind
         backend.launch('decaying_rate', rate, optimizer.count, warmup, max(hold, warmup), total, lr, final, DECAYS.index(kind))
 
 
-declare(adam=Kernel(), sgd=Kernel(), decay_weights=Kernel(), grad_norm=Kernel(), norm_of_chunks=Kernel(), clip=Kernel(),
+declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), norm_of_chunks=Kernel(), clip=Kernel(),
         inverse_square_root=Kernel(), decaying_rate=Kernel(), ema=Kernel(), muon_momentum=Kernel(), muon_polynomial=Kernel(),
         muon_update=Kernel())

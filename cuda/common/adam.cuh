@@ -21,7 +21,8 @@ DEVICE double power(double b, int64_t t) {
 
 struct AdamRule {
     float beta1, beta2, eps, weight_decay;
-    float clip, step_size, root_correction;     // the same for all parameters of a step
+    // the same for all parameters of a step;  keep: factor of the parameter, 1 - lr * decoupled weight decay
+    float clip, step_size, root_correction, keep;
 
     // Corrections of the bias in step t, in double.
     __device__ void correct(float lr, int64_t t) {
@@ -32,6 +33,6 @@ struct AdamRule {
         const float g = grad * clip + weight_decay * param;
         m = beta1 * m + (1.0f - beta1) * g;
         v = beta2 * v + (1.0f - beta2) * g * g;
-        param -= step_size * m / (sqrtf(v) * root_correction + eps);
+        param = keep * param - step_size * m / (sqrtf(v) * root_correction + eps);
     }
 };

@@ -125,7 +125,6 @@ BOUNDS = [
     ('clip', {}, 'n>=0 max_norm>0'),
     ('adam', {'step': [1]}, f'n>=0 {ADAM}'),
     ('sgd', {}, 'n>=0 max_norm>0 momentum>=0 momentum<1 dampening>=0 dampening<=1 weight_decay>=0'),
-    ('decay_weights', {}, 'n>=0 weight_decay>=0'),
     ('ema', {}, 'n>=0 decay>=0 decay<1'),
     ('muon_momentum', {'n': 0}, 'count>=0 count<=65535 n>=0 max_norm>0 momentum>=0 momentum<1'),
     ('muon_polynomial', {'n': 0}, 'count>=0 count<=65535 n>=0'),

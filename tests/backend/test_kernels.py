@@ -970,9 +970,9 @@ def test_the_norm_of_chunks_that_were_summed_apart_has_the_same_bits(n):
 
 
 @pytest.mark.parametrize('max_norm', (None, 1.0))
-@pytest.mark.parametrize('weight_decay', (0.0, 0.3))
+@pytest.mark.parametrize('weight_decay, decoupled', ((0.0, 0), (0.3, 0), (0.3, 1)))
 @pytest.mark.parametrize('n', (200, 5000, 300_007))         # the last is worth several threads
-def test_adam_gives_the_same_bits_where_nothing_was_added(n, weight_decay, max_norm):
+def test_adam_gives_the_same_bits_where_nothing_was_added(n, weight_decay, decoupled, max_norm):
     rng = np.random.default_rng(4)
     dense = [rng.standard_normal(n).astype('f') for _ in range(2)] + [rng.random(n).astype('f')]
     for array in dense:                             # an infinity and NaN flow on as ever, and so does -0
@@ -981,7 +981,7 @@ def test_adam_gives_the_same_bits_where_nothing_was_added(n, weight_decay, max_n
     for t in range(1, 7):
         words, _, grad = words_and_gradient(n, rng)
         norm = np.full(1, 3.0, 'f') if max_norm else None
-        numbers = n, max_norm or 1.0, 0.9, 0.999, 1e-8, weight_decay
+        numbers = n, max_norm or 1.0, 0.9, 0.999, 1e-8, weight_decay, decoupled
         launch('adam', *dense, grad, None, norm, np.array([t]), lr, *numbers)
         launch('adam', *sparse, grad, words, norm, np.array([t]), lr, *numbers)
     for a, b in zip(dense, sparse, strict=True):
