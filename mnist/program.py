@@ -79,6 +79,11 @@ def epoch_text(values, evaluation):
             f'evaluating :  [{evaluated}/{evaluated}] correct : {values["correct"]}')
 
 
+def test_text(evaluation):
+    """Return the line about the test file."""
+    return f'test :  [{len(evaluation)}/{len(evaluation)}] correct : {evaluation.correct()}'
+
+
 class Evaluation:
     """Counts the images that a model classifies correctly.
 

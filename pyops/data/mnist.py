@@ -40,10 +40,13 @@ class Digits(NamedTuple):
         and the test file stays unused until the end; else the test images are for evaluation.
         """
         train = self.train_images, self.train_labels.astype('int32')
-        test = self.test_images, self.test_labels.astype('int32')
         if len(self.train_images) <= TRAINED:
-            return train, test
+            return train, self.test()
         return tuple(a[:TRAINED] for a in train), tuple(a[TRAINED:] for a in train)
+
+    def test(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return images and labels of the test file; labels are int32."""
+        return self.test_images, self.test_labels.astype('int32')
 
 
 def load(data_dir: PathLike | None = None, embedded: bool = False) -> Digits:

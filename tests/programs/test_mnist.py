@@ -166,6 +166,37 @@ def test_predict_is_the_argmax_of_the_logits():
     assert (classes == logits.argmax(1)).all()
 
 
+@pytest.mark.parametrize('kind', train.DECAYS)
+def test_the_learning_rate_falls_to_0_in_the_steps_of_the_run(kind):
+    """The same losses as with rates that the host computes and sets, and other losses than with a constant rate."""
+    images, labels = small_data(400)
+    curves = []
+    for scheduled in True, False:
+        *_, adam, step, _ = train.prepare(images, labels, 8, seed=5, lr=0.01, schedule=kind if scheduled else None, total=40)
+        rng, losses = np.random.default_rng(2), []
+        for k in range(40):
+            if not scheduled:
+                share = 1 - k / 40
+                adam.lr = np.float32(0.01) * np.float32(share if kind == 'linear' else (1 - np.cos(np.pi * share)) / 2)
+            losses.append(float(step(rng.integers(0, 400, 50))[0]))
+        curves.append(losses)
+    np.testing.assert_allclose(*curves, rtol=1e-5)
+    *_, step, _ = train.prepare(images, labels, 8, seed=5, lr=0.01)
+    rng = np.random.default_rng(2)
+    assert abs([float(step(rng.integers(0, 400, 50))[0]) for _ in range(40)][-1] - curves[0][-1]) > 1e-3
+
+
+def test_the_test_file_is_classified_at_the_end(capsys):
+    """The embedded digits have no more than 50,000 images, so the test images are also those of the epochs."""
+    outputs = []
+    for flags in ([], ['--no-plan'], ['--parts', '2']):
+        train.main(['-e', '2', '--embedded', '--schedule', 'linear', '-l', '0.003', '--test', '--quiet', *flags])
+        outputs.append(capsys.readouterr().out.splitlines()[-2:])
+    assert outputs[0] == outputs[1] and outputs[2][1].startswith('test :  [2000/2000] correct : ')
+    for evaluated, tested in outputs:
+        assert evaluated.removeprefix('evaluating') == tested.removeprefix('test') and int(tested.split()[-1]) >= 1600
+
+
 @has_mnist
 def test_ten_epochs_of_mnist_reach_9570_of_10000(capsys):
     """The median of five seeds."""

@@ -18,11 +18,27 @@ import pytest
 from conftest import ROOT, environment_without
 from ranks import needs_mpi
 
-from bench import contest, eager, floor, formats, gpu_check, kills, links, results, scaling, serve, table, train, translate
+from bench import (
+    contest,
+    digits,
+    eager,
+    floor,
+    formats,
+    gpu_check,
+    kills,
+    links,
+    results,
+    scaling,
+    serve,
+    table,
+    train,
+    translate,
+)
 from bench import files as bench_files
 from bench.contest import NAMES
 from bench.gpu_contest import Run
 from pyops import backend, quantization
+from pyops.data import idx, mnist
 from pyops.distributed import __main__ as command
 from pyops.errors import UserError
 from pyops.formats import parse
@@ -737,3 +753,22 @@ def test_the_benchmark_of_small_operations_marks_what_takes_longer(monkeypatch, 
     monkeypatch.setattr(ndarray, 'cpu_times', lambda runs: [run() is None for run in runs] and next(found))
     ndarray.main(['--small'])
     assert [line.split()[-1] == '*' for line in capsys.readouterr().out.splitlines()[1:]] == [True, False, True, False]
+
+
+# ---- time to quality -------------------------------------------------------------------------------------------------
+
+def test_whole_commands_are_timed_until_they_have_classified_the_test_file(tmp_path, capsys, monkeypatch):
+    embedded = mnist.load(embedded=True)
+    names = ('train-images-idx3-ubyte', 'train-labels-idx1-ubyte', 't10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte')
+    for name, array in zip(names, embedded[1:5], strict=True):
+        idx.write(tmp_path / name, array[:500].reshape(-1, 28, 28) if array.ndim == 2 else array[:500])
+    command = ['--data-dir', str(tmp_path), '--seeds', '2', '--threads', '1']
+    assert digits.main([*command, '--json']) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found['programs']) == {'98', '99'} and found['seeds'] == 2
+    for one in found['programs'].values():
+        assert 0 < one['mean_cpu_s'] and one['mean_s'] <= one['longest_s']
+        assert .3 < one['least_correct'] <= one['mean_correct'] < 1
+    monkeypatch.setitem(digits.PROGRAMS, 98, ['-m', 'mnist.train', '-x'])
+    with pytest.raises(UserError, match='exit status 2: .*-x'):
+        digits.main([*command, '--percent', '98'])
