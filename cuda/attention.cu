@@ -418,6 +418,7 @@ template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, in
 template <class T, Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) / WARPS)
     forward(Call c, T *y, float *stats, const T *q, const T *k, const T *v) {
+    wait_for_last_kernel();
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, q_tile);
     float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
@@ -594,6 +595,7 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
 template <class T, Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) / WARPS)
     backward_keys(Call c, T *dq, T *dk, T *dv, Saved<T> x) {
+    wait_for_last_kernel();
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
@@ -649,6 +651,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
 // dq of a tile of queries.
 template <class T, Precision P, int WARPS>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backward_queries(Call c, T *dq, Saved<T> x) {
+    wait_for_last_kernel();
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
@@ -727,7 +730,8 @@ template <int WARPS, class... Wanted, class... Given>
 static cudaError_t launch(void (*kernel)(Wanted...), unsigned blocks, int tiles, void *stream, Given... arguments) {
     const int bytes = tiles * Tile<WARPS>::FLOATS * static_cast<int>(sizeof(float));
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    return error == cudaSuccess ? LAUNCH(kernel, blocks, Tile<WARPS>::THREADS, bytes, stream_of(stream), arguments...) : error;
+    return error == cudaSuccess ? LAUNCH_DEPENDENT(kernel, blocks, Tile<WARPS>::THREADS, bytes, stream_of(stream), arguments...)
+                                : error;
 }
 
 template <class T, Precision P, int WARPS>

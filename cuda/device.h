@@ -27,6 +27,9 @@ PYOPS_API pyops_status pyops_set_attention(int32_t kernels);
 PYOPS_API pyops_status pyops_set_exchange(int32_t exchange);
 /* Whether two blocks of a product by wgmma share loads by multicast, for comparisons: 0 by size, 1 never, 2 always. */
 PYOPS_API pyops_status pyops_set_multicast(int32_t multicast);
+/* Whether a kernel may start before the last one of its stream has ended: 0 if PYOPS_EARLY_START is set and the device can do it,
+ * 1 never, 2 always.  2 is an error without capability 9.0, code for it in this build, and CUDA 12.3. */
+PYOPS_API pyops_status pyops_set_early_start(int32_t early_start);
 /* The bytes of logits that the output layer stores at once, for tests: 0 is 1 GiB.  It changes the size of its `work`. */
 PYOPS_API pyops_status pyops_set_logits(int64_t bytes);
 

@@ -12,6 +12,7 @@ static constexpr int THREADS = 256;
 template <class T>
 static __global__ void drop(T *y, const T *base, const T *x, const int64_t *step, int64_t n, uint64_t key, uint32_t threshold,
                             float scale) {
+    wait_for_last_kernel();
     const bool whole = ((uintptr_t(y) | uintptr_t(x) | uintptr_t(base)) & 15) == 0;
     for (int64_t group = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; 4 * group < n;
          group += int64_t(gridDim.x) * blockDim.x) {
@@ -40,9 +41,9 @@ struct Add {
 template <class T> static pyops_status launch_drop(const char *who, pyops_real *y, const pyops_real *base, const pyops_real *x,
                                                    const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {
     return pyops_launched(who,
-                          LAUNCH(drop<T>, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream),
-                                 elements<T>(y), elements<T>(base), elements<T>(x), step, n, key, dropout_threshold(p),
-                                 1.0f / (1.0f - p)),
+                          LAUNCH_DEPENDENT(drop<T>, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream),
+                                           elements<T>(y), elements<T>(base), elements<T>(x), step, n, key,
+                                           dropout_threshold(p), 1.0f / (1.0f - p)),
                           stream);
 }
 }

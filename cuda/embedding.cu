@@ -11,6 +11,7 @@ namespace {
 template <class T>
 static __global__ void __launch_bounds__(THREADS)
     copy(T *y, const float *weight, const int32_t *ids, FaultRecord *faults, int64_t R, int64_t V, int64_t E) {
+    wait_for_last_kernel();
     copy_rows(y, weight, ids, R, V, E, (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32, int64_t(gridDim.x) * (THREADS / 32),
               Who::embedding_forward, faults);
 }
@@ -26,6 +27,7 @@ template <class T>
 static __global__ void __launch_bounds__(THREADS)
     look_up(T *y, const float *weight, const int32_t *ids, Positions add, Dropout dropout, FaultRecord *faults, int64_t R,
             int64_t V, int64_t E) {
+    wait_for_last_kernel();
     const Who who = Who::embedding_positions_forward;
     const bool whole = ((uintptr_t(y) | uintptr_t(weight) | uintptr_t(add.table)) & 15) == 0 && E % 4 == 0;
     const int lane = threadIdx.x & 31;
@@ -76,8 +78,8 @@ extern "C" pyops_status pyops_embedding_forward(pyops_real *y, const float *weig
         [&](auto type) {
             using T = decltype(type);
             return pyops_launched("embedding_forward",
-                                  LAUNCH(copy<T>, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream), elements<T>(y),
-                                         weight, ids, pyops_faults(), R, V, E),
+                                  LAUNCH_DEPENDENT(copy<T>, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream),
+                                                   elements<T>(y), weight, ids, pyops_faults(), R, V, E),
                                   stream);
         },
         y);
@@ -130,9 +132,9 @@ extern "C" pyops_status pyops_embedding_positions_forward(pyops_real *y, const f
     const auto launch = [&](auto type) {
         using T = decltype(type);
         return pyops_launched(who,
-                              LAUNCH(look_up<T>, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream), elements<T>(y),
-                                     weight, ids, Positions{table, positions, longest, scale}, dropout_of(step, p, key),
-                                     pyops_faults(), R, V, E),
+                              LAUNCH_DEPENDENT(look_up<T>, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream),
+                                               elements<T>(y), weight, ids, Positions{table, positions, longest, scale},
+                                               dropout_of(step, p, key), pyops_faults(), R, V, E),
                               stream);
     };
     return with_type(who, launch, y);

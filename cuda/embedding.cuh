@@ -72,6 +72,7 @@ template <class Also>
 static __global__ void __launch_bounds__(GROUP_THREADS)
     group(const Groups groups, const int32_t *ids, Who who, FaultRecord *faults, int64_t first, int R, int64_t V, int bits,
           const Also also) {
+    wait_for_last_kernel();
     SHARED(int, counts, [GROUP_THREADS / 32]);
     const int own = blockIdx.x, classes = 1 << bits, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (own >= classes) {
@@ -128,8 +129,8 @@ static cudaError_t launch_group(const Groups &groups, const int32_t *ids, Who wh
     int bits = 0;
     while (bits < MOST_BITS && IN_CLASS << bits < rows) bits++;
     const unsigned blocks = (1u << bits) + static_cast<unsigned>(more);
-    return LAUNCH(group<Also>, blocks, GROUP_THREADS, 0, stream, groups, ids, who, pyops_faults(), first,
-                  static_cast<int>(rows), V, bits, also);
+    return LAUNCH_DEPENDENT(group<Also>, blocks, GROUP_THREADS, 0, stream, groups, ids, who, pyops_faults(), first,
+                            static_cast<int>(rows), V, bits, also);
 }
 
 // ---- the sums ----------------------------------------------------------------------------------------------------
@@ -157,6 +158,7 @@ template <int N, class F> DEVICE float add_rows(float sum, const F &dy, int64_t 
 template <class F>
 static __global__ void __launch_bounds__(THREADS)
     add(float *dweight, int32_t *touched, const Groups groups, F dy, const int32_t *ids, int R, int64_t E, int slices) {
+    wait_for_last_kernel();
     const int64_t index = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32;
     const int p = static_cast<int>(index / slices), lane = threadIdx.x & 31;
     const int n = p < R ? groups.length[p] : 0;
@@ -190,7 +192,7 @@ template <class F> static cudaError_t launch_add(float *dweight, int32_t *touche
                                                  const int32_t *ids, int64_t rows, int64_t E, cudaStream_t stream) {
     const int64_t slices = blocks_for<int64_t>(E, 32), blocks = blocks_for<int64_t>(rows * slices * 32, THREADS);
     if (!blocks) return cudaSuccess;
-    return LAUNCH(add<F>, static_cast<unsigned>(blocks), THREADS, 0, stream, dweight, touched, groups, dy, ids,
-                  static_cast<int>(rows), E, static_cast<int>(slices));
+    return LAUNCH_DEPENDENT(add<F>, static_cast<unsigned>(blocks), THREADS, 0, stream, dweight, touched, groups, dy, ids,
+                            static_cast<int>(rows), E, static_cast<int>(slices));
 }
 }

@@ -47,6 +47,7 @@ static float *input_of(pyops_status &status, float *work, const float *table, co
 // A block has a sequence.  y (N,O) += x (B,O) of the row's sequence
 static __global__ void __launch_bounds__(THREADS)
     add_to_rows(float *y, const float *x, const Sequences in, int64_t O, FaultRecord *faults) {
+    wait_for_last_kernel();
     if (blockIdx.x == 0 && blockIdx.y == 0) check_offsets(in, threadIdx.x, THREADS, Who::embedding_linear_forward, faults);
     const int64_t column = blockIdx.y * int64_t(THREADS) + threadIdx.x;
     if (column >= O) return;
@@ -98,7 +99,9 @@ static pyops_status packed_forward(float *y, const float *table, const int32_t *
     bool added[2];
     Launches launches;
     launches << any_products(products, C ? 2 : 1, stream_of(stream), added);
-    if (C) launches << LAUNCH(add_to_rows, grid_of(B, O), THREADS, 0, stream_of(stream), y, of_contexts, in, O, pyops_faults());
+    if (C)
+        launches << LAUNCH_DEPENDENT(add_to_rows, grid_of(B, O), THREADS, 0, stream_of(stream), y, of_contexts, in, O,
+                                     pyops_faults());
     return pyops_launched("embedding_linear_forward", launches.error, stream);
 }
 

@@ -130,12 +130,14 @@ DEVICE void pack_sentences(const Packing &p, const int64_t *rows, int64_t N, int
 
 static __global__ void __launch_bounds__(THREADS, 4)
     pack(Packing p, const int64_t *rows, int64_t N, int64_t B, FaultRecord *faults) {
+    wait_for_last_kernel();
     pack_sentences(p, rows, N, B, Who::pack_sequences, faults);
 }
 
 struct Pairs { Packing source, target, labels; };
 static __global__ void __launch_bounds__(THREADS, 4)
     pack_pairs(Pairs pairs, const int64_t *rows, int64_t N, int64_t B, FaultRecord *faults) {
+    wait_for_last_kernel();
     const Packing p = blockIdx.y == 0 ? pairs.source : blockIdx.y == 1 ? pairs.target : pairs.labels;
     pack_sentences(p, rows, N, B, Who::pack_pairs, faults);
 }
@@ -150,7 +152,8 @@ extern "C" pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, i
     if (status) return status;
     const Packing p = {ids, positions, offsets, table, starts, total, first};
     return pyops_launched("pack_sequences",
-                          LAUNCH(pack, pack_blocks(B), THREADS, 0, stream_of(stream), p, rows, N, B, pyops_faults()), stream);
+                          LAUNCH_DEPENDENT(pack, pack_blocks(B), THREADS, 0, stream_of(stream), p, rows, N, B, pyops_faults()),
+                          stream);
 }
 
 extern "C" pyops_status pyops_pack_pairs(int32_t *source, int32_t *source_positions, int32_t *source_offsets, int32_t *target,
@@ -166,7 +169,8 @@ extern "C" pyops_status pyops_pack_pairs(int32_t *source, int32_t *source_positi
                          {labels, nullptr, nullptr, label_table, label_starts, target_total, -1}};
     return pyops_launched(
         "pack_pairs",
-        LAUNCH(pack_pairs, dim3(pack_blocks(B), 3), THREADS, 0, stream_of(stream), pairs, rows, N, B, pyops_faults()), stream);
+        LAUNCH_DEPENDENT(pack_pairs, dim3(pack_blocks(B), 3), THREADS, 0, stream_of(stream), pairs, rows, N, B, pyops_faults()),
+        stream);
 }
 
 // ---- rows of activations -----------------------------------------------------------------------------

@@ -102,6 +102,7 @@ static __global__ void __launch_bounds__(S::THREADS, 2) tile_product(Product g, 
     DYN_SHARED(float, shared);
     const int64_t tiles = work.tiles_m * work.tiles_n, product = blockIdx.x / tiles / work.splits;
     move_to(g, batch, work.first + product);
+    wait_for_last_kernel();
     product_block<S, P, A_K, B_K>(shared, g, work, batch.products, product, blockIdx.x / tiles % work.splits,
                                   blockIdx.x % tiles);
 }
@@ -129,6 +130,7 @@ static __global__ void __launch_bounds__(S::THREADS, 2) product_group(const __gr
     const int i = find_product(group, &block);
     const Work &work = group.work[i];
     const int64_t tiles = work.tiles_m * work.tiles_n, split = block / tiles, tile = block % tiles;
+    wait_for_last_kernel();
     if constexpr (B_K) product_block<S, P, true, true>(shared, group.product[i], work, 1, 0, split, tile);
     else if (group.a_k[i]) product_block<S, P, true, false>(shared, group.product[i], work, 1, 0, split, tile);
     else product_block<S, P, false, false>(shared, group.product[i], work, 1, 0, split, tile);
@@ -226,7 +228,7 @@ template <class S, Precision P, bool A_K, bool B_K> static cudaError_t launch_ti
     if (error != cudaSuccess) return error;
     work.tiles_m = blocks_for<int64_t>(g.M, S::M), work.tiles_n = blocks_for<int64_t>(g.N, S::N);
     const unsigned blocks = static_cast<unsigned>(work.tiles_m * work.tiles_n * work.splits * batch.products);
-    return LAUNCH((tile_product<S, P, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, batch, work);
+    return LAUNCH_DEPENDENT((tile_product<S, P, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, batch, work);
 }
 
 template <class S, Precision P> static cudaError_t launch_layout(const Product &g, const Batch &batch, const Work &work,
@@ -284,6 +286,7 @@ template <class Element> DEVICE Element converted(float x) {
 // A thread converts 8 adjacent elements of a row of y.  whole16: they are aligned to 16 bytes in x and in y.
 template <class Element> static __global__ void convert_rows(Element *y, const float *x, int64_t R, int64_t C, int64_t ld,
                                                              int64_t row, int64_t col, bool whole16) {
+    wait_for_last_kernel();
     const int64_t across = blocks_for<int64_t>(C, 8);
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < R * across; i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t r = i / across, c = i % across * 8;
@@ -308,6 +311,7 @@ template <class Element> static __global__ void convert_rows(Element *y, const f
 static constexpr int SQUARE = 64;
 template <class Element> static __global__ void convert_transposed(Element *y, const float *x, int64_t R, int64_t C, int64_t ld,
                                                                    int64_t row, int64_t col) {
+    wait_for_last_kernel();
     SHARED(float, square, [SQUARE][SQUARE + 1]);
     const int64_t across = blocks_for<int64_t>(C, SQUARE), r0 = blockIdx.x / across * SQUARE, c0 = blockIdx.x % across * SQUARE;
     const int fast = threadIdx.x % SQUARE, step = blockDim.x / SQUARE;
@@ -324,10 +328,11 @@ template <class Element> static cudaError_t convert(Element *y, const float *x, 
         const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y);
         const bool whole16 = col == 1 && row % 4 == 0 && ld % 8 == 0 && addresses % 16 == 0;
         const unsigned blocks = grid_for(R * blocks_for<int64_t>(C, 8), 256);
-        return LAUNCH(convert_rows<Element>, blocks, 256, 0, stream, y, x, R, C, ld, row, col, whole16);
+        return LAUNCH_DEPENDENT(convert_rows<Element>, blocks, 256, 0, stream, y, x, R, C, ld, row, col, whole16);
     }
     const int64_t squares = blocks_for<int64_t>(R, SQUARE) * blocks_for<int64_t>(C, SQUARE);
-    return LAUNCH(convert_transposed<Element>, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row, col);
+    return LAUNCH_DEPENDENT(convert_transposed<Element>, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row,
+                            col);
 }
 
 // ---- products of bfloat16 -----------------------------------------------------------------------------------------
@@ -390,6 +395,7 @@ DEVICE void bf16_block(float *shared, const RealProduct &g, const Work &work, in
 
 template <class S, bool A_K, bool B_K>
 static __global__ void __launch_bounds__(S::THREADS, 2) bf16_product(RealProduct g, Work work) {
+    wait_for_last_kernel();
     DYN_SHARED(float, shared);
     const int64_t tiles = work.tiles_m * work.tiles_n;
     bf16_block<S, A_K, B_K>(shared, g, work, blockIdx.x / tiles, blockIdx.x % tiles);
@@ -402,6 +408,7 @@ static __global__ void __launch_bounds__(S::THREADS, 2) bf16_group(const __grid_
     const int i = find_product(group, &block);
     const Work &work = group.work[i];
     const int64_t tiles = work.tiles_m * work.tiles_n;
+    wait_for_last_kernel();
     if constexpr (B_K) bf16_block<S, true, true>(shared, group.product[i], work, block / tiles, block % tiles);
     else if (group.a_k[i]) bf16_block<S, true, false>(shared, group.product[i], work, block / tiles, block % tiles);
     else bf16_block<S, false, false>(shared, group.product[i], work, block / tiles, block % tiles);
@@ -419,7 +426,7 @@ template <Size SIZE, bool A_K, bool B_K> static cudaError_t launch_bf16_tiles(co
     if (error != cudaSuccess) return error;
     work.tiles_m = blocks_for<int64_t>(g.M, S::M), work.tiles_n = blocks_for<int64_t>(g.N, S::N);
     const unsigned blocks = static_cast<unsigned>(work.tiles_m * work.tiles_n * work.splits);
-    return LAUNCH((bf16_product<S, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, work);
+    return LAUNCH_DEPENDENT((bf16_product<S, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, work);
 }
 template <Size SIZE> static cudaError_t launch_bf16_layout(const RealProduct &g, const Work &work, cudaStream_t stream) {
     const auto along_k = [](const RealOperand &x) { return std::abs(x.k_step) <= std::abs(x.row_step); };
@@ -676,7 +683,8 @@ template <class S, Precision P, bool B_K> static cudaError_t run_group(const Gro
                      LINES = B_K ? 0 : Tile<S, P, Stored<false>, Stored<B_K>>::BYTES;
     constexpr size_t BYTES = ROWS > LINES ? ROWS : LINES;
     const cudaError_t error = allow_shared<product_group<S, P, B_K>>(BYTES);
-    return error == cudaSuccess ? LAUNCH((product_group<S, P, B_K>), blocks, S::THREADS, BYTES, stream, group) : error;
+    return error == cudaSuccess ? LAUNCH_DEPENDENT((product_group<S, P, B_K>), blocks, S::THREADS, BYTES, stream, group)
+                                : error;
 }
 template <Precision P> static cudaError_t run_group_of(Size size, bool b_k, const Group<Product> &group, unsigned blocks,
                                                        cudaStream_t stream) {
@@ -690,7 +698,7 @@ template <class S, bool B_K>
 static cudaError_t run_bf16_group(const Group<RealProduct> &group, unsigned blocks, cudaStream_t stream) {
     constexpr size_t BYTES = std::max(HalfTile<S, true, B_K>::BYTES, B_K ? 0 : HalfTile<S, false, B_K>::BYTES);
     const cudaError_t error = allow_shared<bf16_group<S, B_K>>(BYTES);
-    return error == cudaSuccess ? LAUNCH((bf16_group<S, B_K>), blocks, S::THREADS, BYTES, stream, group) : error;
+    return error == cudaSuccess ? LAUNCH_DEPENDENT((bf16_group<S, B_K>), blocks, S::THREADS, BYTES, stream, group) : error;
 }
 template <Size SIZE>
 static cudaError_t run_bf16_group(bool b_k, const Group<RealProduct> &group, unsigned blocks, cudaStream_t stream) {

@@ -318,6 +318,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
     }
     if (blocks > 1) cluster_sync();
     else __syncthreads();
+    wait_for_last_kernel();
     const int64_t M = g.limit.rows(g.M), K = g.limit.summands(g.K);
     // An even number of rows of tiles in a cluster.  Tiles of a band are numbered down its columns, so 2 i and 2 i + 1 are one
     // below the other, and both blocks have the same part of K.  A tile below c is computed, from zeros, but not written.
@@ -459,10 +460,10 @@ template <class S> static cudaError_t launch(const RowProduct<typename S::Elemen
     const int64_t tasks = (in_pairs ? round_up<int64_t>(rows, 2) : rows) * columns;
     const int64_t most = in_pairs ? 2 * clusters : pyops_multiprocessors();
     const unsigned blocks = static_cast<unsigned>(tasks < most ? tasks : most);
-    return in_pairs
-        ? LAUNCH_CLUSTER(2, hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map, c_has_map,
-                         g)
-        : LAUNCH(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map, c_has_map, g);
+    return in_pairs ? LAUNCH_CLUSTER(2, hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map,
+                                     c_has_map, g)
+                    : LAUNCH_DEPENDENT(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map,
+                                       c_has_map, g);
 }
 
 // Tiles of 256 columns read less per sum; tiles of 128 columns are twice as many, which fills the device better.

@@ -109,6 +109,7 @@ static __global__ void __launch_bounds__(THREADS)
     forward(typename S::Element *y, typename S::Element *total, float *mean, float *rstd, const typename S::Element *x,
             const typename S::Element *branch, Dropout dropout, const float *weight, const float *bias, int64_t R, int64_t C,
             float eps, bool whole) {
+    wait_for_last_kernel();
     using Neighbours = typename S::Neighbours;
     const float share = 1.0f / static_cast<float>(C);
     for (int64_t r = first_row<S::LANES>(); r < R; r += rows_at_once<S::LANES>()) {
@@ -199,6 +200,7 @@ static __global__ void __launch_bounds__(THREADS, RESIDENT<S>)
     backward(typename S::Element *dx, typename S::Element *dbranch, RowSums over_rows, const typename S::Element *dy,
              const typename S::Element *x, Dropout dropout, const float *weight, const float *mean, const float *rstd,
              int64_t R, int64_t C, bool accumulate, bool whole) {
+    wait_for_last_kernel();
     using Neighbours = typename S::Neighbours;
     constexpr int WIDTH = S::WIDTH;
     const float share = 1.0f / static_cast<float>(C);
@@ -305,8 +307,8 @@ static pyops_status launch_forward(const char *who, T *y, T *total, float *mean,
         using S = decltype(share);
         // a team per row; the hardware assigns blocks to free multiprocessors
         const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(INT32_MAX));
-        return LAUNCH((forward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), y, total, mean,
-                      rstd, x, branch, dropout, weight, bias, R, C, eps, whole);
+        return LAUNCH_DEPENDENT((forward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), y, total,
+                                mean, rstd, x, branch, dropout, weight, bias, R, C, eps, whole);
     });
     return pyops_launched(who, error, stream);
 }
@@ -325,8 +327,8 @@ static pyops_status launch_backward(const char *who, T *dx, T *dbranch, float *d
         const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), most);
         const int64_t group = std::max<int64_t>(1, std::lround(std::sqrt(static_cast<double>(blocks))));
         const RowSums over_rows = {dweight, dbias, work, group, tickets};
-        return LAUNCH((backward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), dx, dbranch,
-                      over_rows, dy, x, dropout, weight, mean, rstd, R, C, accumulate, whole);
+        return LAUNCH_DEPENDENT((backward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), dx,
+                                dbranch, over_rows, dy, x, dropout, weight, mean, rstd, R, C, accumulate, whole);
     });
     return pyops_launched(who, error, stream);
 }

@@ -109,6 +109,7 @@ struct Call {                                           // arguments of all kern
 // One block per GATHER rows.  Each block counts the valid rows before its own, its offset in x_valid: there are few labels.
 template <class T>
 static __global__ void __launch_bounds__(THREADS) gather(Call c, XRows<T> a, FaultRecord *faults, int32_t ignore) {
+    wait_for_last_kernel();
     SHARED(int, counts, [THREADS / 32]);
     SHARED(int, kept, [GATHER]);
     const int64_t first = blockIdx.x * int64_t(GATHER);
@@ -190,6 +191,7 @@ DEVICE void write_mean_loss(float *loss, const Call &c) {
 
 // loss: NULL, or in the last chunk the mean.
 static __global__ void __launch_bounds__(THREADS) row_losses(float *loss, Call c) {
+    wait_for_last_kernel();
     const int64_t m = blockIdx.x * int64_t(THREADS / 32) + threadIdx.x / 32;
     if (m < c.rows()) row_loss(c, m);
     if (loss && block_arrives_last(c.ticket, gridDim.x)) write_mean_loss(loss, c);
@@ -197,6 +199,7 @@ static __global__ void __launch_bounds__(THREADS) row_losses(float *loss, Call c
 
 // ---- logits ------------------------------------------------------------------------------------------------------
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Logits::THREADS, 2) logits(Call c, int64_t tiles_m) {
+    wait_for_last_kernel();
     using S = typename Shapes<P>::Logits;
     using T = Tile<S, P, Stored<true>, Stored<true>>;
     DYN_SHARED(float, shared);
@@ -273,6 +276,7 @@ template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
 
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
     dx(Call c, int64_t tiles_m, int64_t tiles_d) {
+    wait_for_last_kernel();
     using S = typename Shapes<P>::Gradients;
     using T = Tile<S, P, DLogits<P, true>, Stored<false>>;
     DYN_SHARED(float, shared);
@@ -296,13 +300,17 @@ DEVICE void add_parts(const Call &c, int64_t block, int64_t blocks) {
             c.dx[c.position[c.first + m] * c.D + d] = sum_of_parts(c.parts + m * c.D + d, c.splits, c.chunk * c.D);
 }
 
-static __global__ void __launch_bounds__(THREADS) sum_parts(Call c) { add_parts(c, blockIdx.x, gridDim.x); }
+static __global__ void __launch_bounds__(THREADS) sum_parts(Call c) {
+    wait_for_last_kernel();
+    add_parts(c, blockIdx.x, gridDim.x);
+}
 
 // Whether further blocks of dweight add the parts of dx.  In bfloat16 it has no registers left either, and sum_parts is launched.
 template <Precision P> constexpr bool ADDS_PARTS = P != Precision::bf16;
 
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
     dweight(Call c, int64_t tiles_d) {
+    wait_for_last_kernel();
     if constexpr (ADDS_PARTS<P>)
         if (blockIdx.y) return add_parts(c, blockIdx.x, gridDim.x);
     using S = typename Shapes<P>::Gradients;
@@ -402,21 +410,22 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
     launches << allow_shared<logits<P>>(TileLogits::BYTES) << allow_shared<dx<P>>(TileDx::BYTES)
              << allow_shared<dweight<P>>(TileDweight::BYTES);
     const XRows<float> rows = {c.dx, x, c.x_valid};
-    launches << LAUNCH(gather<float>, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, rows,
-                       pyops_faults(), ignore);
+    launches << LAUNCH_DEPENDENT(gather<float>, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, rows,
+                                 pyops_faults(), ignore);
     do {
         if (c.R)
-            launches << LAUNCH(logits<P>, grid(tiles_m * c.tiles), TileLogits::THREADS, TileLogits::BYTES, stream, c, tiles_m);
-        launches << LAUNCH(row_losses, grid(std::max<int64_t>(1, blocks_for<int64_t>(c.chunk, THREADS / 32))), THREADS, 0,
-                           stream, c.first + c.chunk < c.R ? nullptr : loss, c);
+            launches << LAUNCH_DEPENDENT(logits<P>, grid(tiles_m * c.tiles), TileLogits::THREADS, TileLogits::BYTES, stream, c,
+                                         tiles_m);
+        launches << LAUNCH_DEPENDENT(row_losses, grid(std::max<int64_t>(1, blocks_for<int64_t>(c.chunk, THREADS / 32))),
+                                     THREADS, 0, stream, c.first + c.chunk < c.R ? nullptr : loss, c);
         if (c.R && c.dx)
-            launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream, c, tiles_m,
-                               tiles_d);
+            launches << LAUNCH_DEPENDENT(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream, c,
+                                         tiles_m, tiles_d);
         const bool has_parts = c.dx && c.splits > 1;
-        if (has_parts && !ADDS_PARTS<P>) launches << LAUNCH(sum_parts, grid(c.chunk), THREADS, 0, stream, c);
+        if (has_parts && !ADDS_PARTS<P>) launches << LAUNCH_DEPENDENT(sum_parts, grid(c.chunk), THREADS, 0, stream, c);
         if (c.dx)
-            launches << LAUNCH(dweight<P>, dim3(grid(c.tiles * tiles_d), has_parts && ADDS_PARTS<P> ? 2 : 1),
-                               TileDweight::THREADS, TileDweight::BYTES, stream, c, tiles_d);
+            launches << LAUNCH_DEPENDENT(dweight<P>, dim3(grid(c.tiles * tiles_d), has_parts && ADDS_PARTS<P> ? 2 : 1),
+                                         TileDweight::THREADS, TileDweight::BYTES, stream, c, tiles_d);
         c.first += c.chunk;
     } while (c.first < c.R);
     return launches.error;
@@ -427,6 +436,7 @@ using Bf16Logits = HalfTile<TileShape<TILE, TILE, 32, 2, 2, 3>, true, true>;
 
 static __global__ void __launch_bounds__(Bf16Logits::THREADS, 2)
     exponentials(RealOperand x, RealOperand weight, Limit limit, Exponentials to, int64_t D, int64_t tiles_m) {
+    wait_for_last_kernel();
     using T = Bf16Logits;
     DYN_SHARED(float, shared);
     const TileIndex place = tile_index<16>(blockIdx.x, tiles_m, to.tiles);
@@ -457,6 +467,7 @@ static constexpr int DLOGITS_THREADS = 512, PACK = 8, ACROSS = TILE / PACK, DOWN
 static constexpr int AT_ONCE = 4;                       // rows of a thread that are loaded before the first of them is stored
 
 static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
+    wait_for_last_kernel();
     SHARED(float, sums, [DOWN][TILE]);
     const bool adds = c.dloss || c.first > 0;
     const int64_t rows = c.rows(), tile = blockIdx.x, v = tile * TILE + threadIdx.x % ACROSS * PACK;
@@ -526,8 +537,8 @@ static cudaError_t launch_exponentials(const Call &c, const bf16 *x, const pyops
     const int64_t tiles_m = blocks_for(M, TILE);
     Launches launches;
     launches << allow_shared<exponentials>(Bf16Logits::BYTES)
-             << LAUNCH(exponentials, static_cast<unsigned>(tiles_m * c.tiles), Bf16Logits::THREADS, Bf16Logits::BYTES, stream,
-                       operand(real(x), M, c.ldx, 1), operand(weight, c.V, c.D, 1), limit, to, c.D, tiles_m);
+             << LAUNCH_DEPENDENT(exponentials, static_cast<unsigned>(tiles_m * c.tiles), Bf16Logits::THREADS, Bf16Logits::BYTES,
+                                 stream, operand(real(x), M, c.ldx, 1), operand(weight, c.V, c.D, 1), limit, to, c.D, tiles_m);
     return launches.error;
 }
 
@@ -536,17 +547,17 @@ static cudaError_t launch_bf16(Call c, XRows<bf16> a, const pyops_real *weight, 
     const int64_t R = c.R, D = c.D, V = c.V;
     const auto grid = [](int64_t blocks) { return static_cast<unsigned>(blocks); };
     Launches launches;
-    launches << LAUNCH(gather<bf16>, grid(R ? blocks_for<int64_t>(R, GATHER) : 1), THREADS, 0, stream, c, a, pyops_faults(),
-                       ignore);
+    launches << LAUNCH_DEPENDENT(gather<bf16>, grid(R ? blocks_for<int64_t>(R, GATHER) : 1), THREADS, 0, stream, c, a,
+                                 pyops_faults(), ignore);
     do {
         const int64_t M = R - c.first < c.chunk ? R - c.first : c.chunk;        // rows, if all are valid
         const bf16 *const x = a.x_valid + c.first * c.ldx;
         if (M) launches << launch_exponentials(c, x, weight, M, stream);
-        launches << LAUNCH(row_losses, grid(std::max<int64_t>(1, blocks_for<int64_t>(M, THREADS / 32))), THREADS, 0, stream,
-                           c.first + c.chunk < R ? nullptr : loss, c);
+        launches << LAUNCH_DEPENDENT(row_losses, grid(std::max<int64_t>(1, blocks_for<int64_t>(M, THREADS / 32))), THREADS, 0,
+                                     stream, c.first + c.chunk < R ? nullptr : loss, c);
         if (c.exps) {
             const pyops_real *const gradient = real(reinterpret_cast<bf16 *>(c.exps));
-            launches << LAUNCH(dlogits, dim3(grid(c.tiles), grid(c.row_splits)), DLOGITS_THREADS, 0, stream, c);
+            launches << LAUNCH_DEPENDENT(dlogits, dim3(grid(c.tiles), grid(c.row_splits)), DLOGITS_THREADS, 0, stream, c);
             if (M) {
                 RealProduct dx = {nullptr, a.dx, operand(gradient, M, c.ldv, 1), operand(weight, D, 1, D), nullptr, M, D, V, D};
                 dx.limit = {c.valid, c.first, false};

@@ -18,6 +18,7 @@ static constexpr int ZERO_THREADS = 256;
 
 // A warp per 32 blocks: each lane reads and clears the word of one block, then all lanes write zeros to the touched blocks.
 static __global__ void __launch_bounds__(ZERO_THREADS) zero(float *grad, int32_t *touched, int64_t n, bool whole) {
+    wait_for_last_kernel();
     const int lane = threadIdx.x & 31;
     const int64_t group = (blockIdx.x * int64_t(ZERO_THREADS) + threadIdx.x) / 32 * 32, block = group + lane;
     const int32_t word = block * PYOPS_GRAD_BLOCK < n ? touched[block] : 0;
@@ -40,7 +41,8 @@ extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(blocks_for<int64_t>(n, PYOPS_GRAD_BLOCK), ZERO_THREADS));
     if (!blocks) return PYOPS_OK;
     return pyops_launched("zero_touched",
-                          LAUNCH(zero, blocks, ZERO_THREADS, 0, stream_of(stream), grad, touched, n, aligned(grad)), stream);
+                          LAUNCH_DEPENDENT(zero, blocks, ZERO_THREADS, 0, stream_of(stream), grad, touched, n, aligned(grad)),
+                          stream);
 }
 
 // ---- the norm ----------------------------------------------------------------------------------------
@@ -63,6 +65,7 @@ DEVICE void root_of_sum(float *norm, const double *sums, int64_t chunks, double 
 }
 
 static __global__ void __launch_bounds__(NORM_THREADS) root_of_chunks(float *norm, const double *sums, int64_t chunks) {
+    wait_for_last_kernel();
     SHARED(double, of_warps, [NORM_THREADS / 32]);
     root_of_sum(norm, sums, chunks, of_warps);
 }
@@ -72,6 +75,7 @@ static_assert(CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 static __global__ void __launch_bounds__(NORM_THREADS)
     root_of_squares(float *norm, double *sums, unsigned *ticket, const float *grad, const int32_t *touched, int64_t n,
                     bool whole) {
+    wait_for_last_kernel();
     SHARED(double, of_warps, [NORM_THREADS / 32]);
     const float *x = grad + blockIdx.x * int64_t(CHUNK);
     const int32_t *const here = touched ? touched + blockIdx.x * int64_t(CHUNK / PYOPS_GRAD_BLOCK) : nullptr;
@@ -104,16 +108,16 @@ extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, const in
     if (!ticket) return pyops_fail(PYOPS_NO_MEMORY, "grad_norm: no memory for counters");
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(n, CHUNK));
     return pyops_launched("grad_norm",
-                          LAUNCH(root_of_squares, blocks, NORM_THREADS, 0, stream_of(stream), norm, sums_of(work), ticket, grad,
-                                 touched, n, aligned(grad)),
+                          LAUNCH_DEPENDENT(root_of_squares, blocks, NORM_THREADS, 0, stream_of(stream), norm, sums_of(work),
+                                           ticket, grad, touched, n, aligned(grad)),
                           stream);
 }
 
 extern "C" pyops_status pyops_norm_of_chunks(float *norm, const float *work, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "norm_of_chunks: n=%lld, expected at least 0", LL(n));
     return pyops_launched("norm_of_chunks",
-                          LAUNCH(root_of_chunks, 1, NORM_THREADS, 0, stream_of(stream), norm,
-                                 sums_of(const_cast<float *>(work)), blocks_for<int64_t>(n, CHUNK)),
+                          LAUNCH_DEPENDENT(root_of_chunks, 1, NORM_THREADS, 0, stream_of(stream), norm,
+                                           sums_of(const_cast<float *>(work)), blocks_for<int64_t>(n, CHUNK)),
                           stream);
 }
 
@@ -255,6 +259,7 @@ extern "C" pyops_status pyops_ema(float *average, const float *param, const int6
 // ---- the schedule ------------------------------------------------------------------------------------
 namespace {
 static __global__ void schedule(float *lr, const int64_t *step, int64_t warmup, float base) {
+    wait_for_last_kernel();
     const double t = static_cast<double>(step[0]) + 1.0, w = static_cast<double>(warmup);
     lr[0] = warmup ? static_cast<float>(static_cast<double>(base) * fmin(t / w, sqrt(w / t))) : base;
 }
@@ -262,12 +267,14 @@ static __global__ void schedule(float *lr, const int64_t *step, int64_t warmup, 
 
 extern "C" pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t warmup, float base, void *stream) {
     PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld, expected at least 0", LL(warmup));
-    return pyops_launched("inverse_square_root", LAUNCH(schedule, 1, 1, 0, stream_of(stream), lr, step, warmup, base), stream);
+    return pyops_launched("inverse_square_root", LAUNCH_DEPENDENT(schedule, 1, 1, 0, stream_of(stream), lr, step, warmup, base),
+                          stream);
 }
 
 namespace {
 static __global__ void decaying_rate(float *lr, const int64_t *step, int64_t warmup, int64_t hold, int64_t total, float base,
                                      float final, bool linear) {
+    wait_for_last_kernel();
     const int64_t s = step[0];
     double factor = 1.0;
     if (s < warmup) {
@@ -285,7 +292,7 @@ extern "C" pyops_status pyops_decaying_rate(float *lr, const int64_t *step, int6
     const pyops_status status = check_decaying_rate(warmup, hold, total, decay);
     if (status) return status;
     return pyops_launched("decaying_rate",
-                          LAUNCH(decaying_rate, 1, 1, 0, stream_of(stream), lr, step, warmup, hold, total, base, final,
-                                 decay == PYOPS_DECAY_LINEAR),
+                          LAUNCH_DEPENDENT(decaying_rate, 1, 1, 0, stream_of(stream), lr, step, warmup, hold, total, base,
+                                           final, decay == PYOPS_DECAY_LINEAR),
                           stream);
 }

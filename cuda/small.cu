@@ -146,6 +146,7 @@ namespace {
 template <int WIDTH, class Index, class Y, class X>
 static __global__ void __launch_bounds__(THREADS)
     convert(Y *y, const X *x, Index n, Divider<Index> width, int64_t ldy, int64_t ldx) {
+    wait_for_last_kernel();
     const auto row = [&](Index i) { return width.divide(i); };
     const auto column = [&](Index i) { return int64_t(WIDTH) * (i - width.divide(i) * width.divisor); };
     in_rounds<2>(
@@ -156,8 +157,8 @@ static __global__ void __launch_bounds__(THREADS)
 template <int WIDTH, class Index, class Y, class X>
 static cudaError_t launch_convert(Y *y, const X *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream) {
     const int64_t n = R * C / WIDTH;
-    return LAUNCH((convert<WIDTH, Index, Y, X>), grid_of_rounds(n, THREADS, 2), THREADS, 0, stream_of(stream), y, x, Index(n),
-                  Divider<Index>(C / WIDTH), ldy, ldx);
+    return LAUNCH_DEPENDENT((convert<WIDTH, Index, Y, X>), grid_of_rounds(n, THREADS, 2), THREADS, 0, stream_of(stream), y, x,
+                            Index(n), Divider<Index>(C / WIDTH), ldy, ldx);
 }
 }
 
@@ -409,22 +410,24 @@ extern "C" pyops_status pyops_add_positions_forward(pyops_real *y, const pyops_r
 // ---- single numbers ----------------------------------------------------------------------------------
 namespace {
 static __global__ void count(int64_t *counter, int64_t *now) { // now may be NULL
+    wait_for_last_kernel();
     counter[0]++;
     if (now) now[0] = counter[0];
 }
 }
 
 extern "C" pyops_status pyops_increment(int64_t *counter, void *stream) {
-    return pyops_launched("increment", LAUNCH(count, 1, 1, 0, stream_of(stream), counter, nullptr), stream);
+    return pyops_launched("increment", LAUNCH_DEPENDENT(count, 1, 1, 0, stream_of(stream), counter, nullptr), stream);
 }
 
 extern "C" pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream) {
-    return pyops_launched("tick", LAUNCH(count, 1, 1, 0, stream_of(stream), counter, now), stream);
+    return pyops_launched("tick", LAUNCH_DEPENDENT(count, 1, 1, 0, stream_of(stream), counter, now), stream);
 }
 
 namespace {
 static __global__ void write_entries(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
                                      int64_t steps, int64_t capacity) {
+    wait_for_last_kernel();
     const int64_t first = written[0];
     for (int64_t k = threadIdx.x; k < steps; k += blockDim.x) {
         float *entry = log + (first + k) % capacity * 3;
@@ -442,8 +445,8 @@ extern "C" pyops_status pyops_log_step(float *log, int64_t *written, const float
     const pyops_status status = check_log_step(steps, capacity);
     if (status) return status;
     const unsigned threads = steps < 256 ? static_cast<unsigned>(steps) : 256;
-    const cudaError_t error = LAUNCH(write_entries, 1, threads, 0, stream_of(stream), log, written, loss, valid, norm, steps,
-                                     capacity);
+    const cudaError_t error = LAUNCH_DEPENDENT(write_entries, 1, threads, 0, stream_of(stream), log, written, loss, valid, norm,
+                                               steps, capacity);
     return pyops_launched("log_step", error, stream);
 }
 

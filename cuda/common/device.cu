@@ -194,3 +194,39 @@ pyops_status pyops_graph_free(uint64_t graph) {
     return check(cudaGraphExecDestroy(reinterpret_cast<cudaGraphExec_t>(graph)), "graph_free");
 }
 }
+
+// ---- kernels that start before the last one has ended -----------------------------------------------------------
+// The code that runs must contain the wait, which code of capability 8.0 that a driver translates does not; and a captured
+// graph must keep the edge between two kernels that overlap, which began with CUDA 12.3.
+static bool can_start_early() {
+    int32_t major = 0, minor = 0, multiprocessors = 0;
+    if (pyops_device_properties(&major, &minor, &multiprocessors) || major < 9) return false;
+#ifdef __CUDACC__
+    int driver = 0;
+    cudaFuncAttributes code = {};
+    return CUDART_VERSION >= 12030 && cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030 &&
+        cudaFuncGetAttributes(&code, nothing) == cudaSuccess && code.ptxVersion >= 90;
+#else
+    return true;
+#endif
+}
+static bool asked_for_in_environment() {
+    const char *value = getenv("PYOPS_EARLY_START");
+    return value && *value && *value != '0' && can_start_early();
+}
+enum class EarlyStart : int32_t { by_environment, never, always };
+static EarlyStart early_start_now = EarlyStart::by_environment;
+bool pyops_starts_early() {
+    static const bool asked_for = asked_for_in_environment();
+    return early_start_now == EarlyStart::by_environment ? asked_for : early_start_now == EarlyStart::always;
+}
+
+extern "C" pyops_status pyops_set_early_start(int32_t wanted) {
+    PYOPS_REQUIRE(wanted >= 0 && wanted <= 2,
+                  "set_early_start: early_start=%d, expected 0 (by PYOPS_EARLY_START), 1 (never) or 2 (always)", wanted);
+    PYOPS_REQUIRE(wanted != 2 || can_start_early(),
+                  "set_early_start: early_start=2, expected 0 or 1: a device of compute capability 9.0, code for it in this "
+                  "library and CUDA 12.3 are required");
+    early_start_now = static_cast<EarlyStart>(wanted);
+    return PYOPS_OK;
+}

@@ -56,6 +56,7 @@ DEVICE void flat_packs(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS, T> &a
 template <class F, class T>
 static __global__ void __launch_bounds__(FLAT_THREADS, FLAT_RESIDENT)
     flat(F f, FlatArrays<F::INPUTS, F::OUTPUTS, T> arrays, int64_t n, bool whole) {
+    wait_for_last_kernel();
     if (!f.begin()) return;
     const int64_t packs = whole ? n / WIDEST<T> : 0;
     flat_packs<WIDEST<T>, ROUNDS_OF<F>>(f, arrays, 0, packs);
@@ -74,5 +75,6 @@ static cudaError_t launch_flat(const F &f, const FlatArrays<F::INPUTS, F::OUTPUT
     const int64_t packs = whole ? blocks_for<int64_t>(n, WIDEST<T>) : n;
     const unsigned blocks = grid_of_rounds(packs, FLAT_THREADS, whole ? ROUNDS_OF<F> : 4);
     const unsigned held = static_cast<unsigned>(pyops_multiprocessors()) * FLAT_RESIDENT;
-    return LAUNCH((flat<F, T>), stay && blocks > held ? held : blocks, FLAT_THREADS, 0, stream_of(stream), f, arrays, n, whole);
+    return LAUNCH_DEPENDENT((flat<F, T>), stay && blocks > held ? held : blocks, FLAT_THREADS, 0, stream_of(stream), f, arrays,
+                            n, whole);
 }

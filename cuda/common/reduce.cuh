@@ -131,6 +131,7 @@ template <class Op, class Again, class Out, class Index, class X>
 static __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce(Out *y, const X *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape, bool add,
            typename Op::Wide *partial, unsigned *tickets) {
+    wait_for_last_kernel();
     using Wide = typename Op::Wide;
     SHARED(Wide, of_warps, [REDUCE_THREADS]);
     const int thread = threadIdx.x;
@@ -177,8 +178,9 @@ static cudaError_t launch_reduce(Out *y, const X *x, const Space &kept, const Sp
                                  typename Op::Wide *partial, unsigned *tickets, void *stream) {
     const int64_t outputs = kept.elements(), terms = reduced.elements();
     const dim3 grid(static_cast<unsigned>(blocks_for<int64_t>(outputs, shape.outputs)), static_cast<unsigned>(shape.pieces));
-    return LAUNCH((reduce<Op, Again, Out, Index, X>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x, Axes<Index>(kept),
-                  Axes<Index>(reduced), Index(outputs), Index(terms), shape, add, partial, tickets);
+    return LAUNCH_DEPENDENT((reduce<Op, Again, Out, Index, X>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x,
+                            Axes<Index>(kept), Axes<Index>(reduced), Index(outputs), Index(terms), shape, add, partial,
+                            tickets);
 }
 
 // y = op over the reduced axes of x, or += it.  Strides of the kept axes: of y, of x; of the reduced axes: of x, in front.

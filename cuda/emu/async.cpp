@@ -48,6 +48,7 @@ void end_pending(Thread *t) {
 // ---- cp.async -----------------------------------------------------------------------------------------------
 void copy_async(void *to, const void *from, int bytes, int valid) {
     Pending *p = pending();
+    if (valid) needs_last_kernel("cp.async");
     if (valid < 0 || valid > bytes) die("cp.async: %d of %d bytes", valid, bytes);
     if (reinterpret_cast<uintptr_t>(to) % bytes || (valid && reinterpret_cast<uintptr_t>(from) % bytes))
         die("cp.async: an address is not aligned to %d bytes", bytes);
@@ -214,6 +215,7 @@ static void check_box(const char *what, const void *shared, const TensorMap &m) 
 }
 
 void bulk_load(void *to, const TensorMap &map, int column, int row, uint64_t *barrier) {
+    needs_last_kernel("a bulk load");
     check_box("a bulk load", to, map);
     as_mbarrier(barrier);
     check(to, box_bytes(map), true);
@@ -303,6 +305,7 @@ static void check_fences(const void *from, size_t bytes) {
 }
 
 void bulk_store(const TensorMap &map, int column, int row, const void *from) {
+    needs_last_kernel("a bulk store");
     check_box("a bulk store", from, map);
     check_fences(from, box_bytes(map));
     Pending *p = pending();

@@ -9,7 +9,17 @@
 
 namespace emu {
 
-enum class State { fresh, ready, running, at_barrier, in_warp_operation, at_grid_barrier, at_cluster_barrier, exited };
+enum class State {
+    fresh,
+    ready,
+    running,
+    at_barrier,
+    in_warp_operation,
+    at_grid_barrier,
+    at_cluster_barrier,
+    behind_last_kernel,
+    exited
+};
 
 // ---- asynchronous work of one thread (async.cpp).  Work of group g is complete after a wait that leaves fewer than `group -
 // g` groups, where `group` is the current group of that kind
@@ -49,6 +59,7 @@ struct alignas(64) Thread : ThreadView {
     alignas(64) State state;
     int number, warp;                           // within the block
     int barrier;                                // number of the barrier that it waits at
+    bool waited;                                // it has called wait_for_last_kernel
     unsigned mask;                              // mask of the warp operation that it waits in
     unsigned at_cluster;                        // number of its arrivals at the cluster's barrier, and of its waits
     Fibre *fibre;
@@ -132,6 +143,7 @@ struct Block {
     Array<NotedWrite> writes;                   // to dynamic shared memory; empty before the first one
     Array<uint64_t *> arrivals;                 // of threads of other blocks, at these mbarriers
     bool locked, closed;                        // closed: all threads have exited
+    bool is_early;                              // for this block the last kernel of the stream still runs
     unsigned long polls;                        // since the last progress
     double polling_since;
     Array<Fibre *> idle, fibres;
@@ -140,10 +152,17 @@ struct Block {
 extern __thread Block *block __attribute__((tls_model("initial-exec")));        // the block that this OS thread runs
 static inline Thread *self() { return static_cast<Thread *>(current); }
 
+// ---- scheduler.cpp ----
+void needs_last_kernel(const char *what);     // abort if the thread has not waited for it
+
 // ---- memory.cpp ----
 char *new_shared(size_t bytes, size_t alignment);
 void shared_back(char *p, size_t bytes, size_t alignment);
 void reuse_shared_arena();
+
+// While the last kernel still runs, the arrays that the parameters of the next one point to are inaccessible.
+void close_arrays(const Kernel &kernel);
+void open_arrays();
 
 // ---- async.cpp ----
 void begin_pending(Thread *thread);

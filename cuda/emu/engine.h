@@ -24,14 +24,16 @@ extern __thread ThreadView *current __attribute__((tls_model("initial-exec")));
 struct Kernel {                                 // with its arguments, copied at the launch as on a device
     virtual ~Kernel() = default;
     virtual void run() const = 0;               // run one thread
+    virtual const char *parameters(size_t *bytes) const = 0;
 };
+enum class Start { normal, cooperative, early };        // early: before the last kernel of the stream has ended
 struct Launch {
     const char *name;
     const void *function;
     dim3 grid, block;
     size_t shared;                              // bytes of dynamic shared memory
     cudaStream_t stream;
-    bool cooperative = false;
+    Start start = Start::normal;
     int cluster = 1;                            // blocks per cluster
 };
 cudaError_t launch(const Launch &what, Kernel *kernel);                 // takes ownership of the kernel
@@ -41,13 +43,17 @@ template <class... P> struct KernelOf final : Kernel {
     std::tuple<std::decay_t<P>...> arguments;
     template <class... A> KernelOf(void (*function)(P...), A &&...a) : function(function), arguments(std::forward<A>(a)...) {}
     void run() const override { std::apply(function, arguments); }
+    const char *parameters(size_t *bytes) const override {
+        *bytes = sizeof arguments;
+        return reinterpret_cast<const char *>(&arguments);
+    }
 };
 template <class... P, class... A>
-cudaError_t launch(const char *name, int cluster, bool cooperative, void (*function)(P...), dim3 grid, dim3 block,
-                   size_t shared, cudaStream_t stream, A &&...arguments) {
+cudaError_t launch(const char *name, int cluster, Start start, void (*function)(P...), dim3 grid, dim3 block, size_t shared,
+                   cudaStream_t stream, A &&...arguments) {
     static_assert(sizeof...(P) == sizeof...(A), "as many arguments as the kernel has parameters");
     static_assert(sizeof(std::tuple<std::decay_t<P>...>) <= 4096, "a kernel has at most 4 KiB of parameters");
-    return launch({name, reinterpret_cast<const void *>(function), grid, block, shared, stream, cooperative, cluster},
+    return launch({name, reinterpret_cast<const void *>(function), grid, block, shared, stream, start, cluster},
                   new KernelOf<P...>(function, std::forward<A>(arguments)...));
 }
 
@@ -59,6 +65,7 @@ Switch begin_grid_barrier();
 void cluster_arrive();
 Switch begin_cluster_wait();
 Switch begin_poll(const char *what);
+Switch begin_last_kernel_wait();
 void switched();                                        // call after a switch has returned
 void end_barrier(int number);
 void end_warp_barrier();
@@ -85,6 +92,7 @@ static EMU_INLINE void cluster_wait() {
     end_cluster_wait();
 }
 static EMU_INLINE void poll(const char *what) { follow(begin_poll(what)); }     // call in each iteration of a wait loop
+static EMU_INLINE void wait_for_last_kernel() { follow(begin_last_kernel_wait()); }
 void fence();                                           // __threadfence
 
 // ---- warps ----------------------------------------------------------------------------------------------------

@@ -30,16 +30,18 @@ static cudaError_t check(const Launch &l) {
     if (l.cluster < 1 || l.cluster > CLUSTER_MOST || l.grid.x % l.cluster) return cudaErrorInvalidConfiguration;
     if (l.cluster > 1 && settings().major < 9) return cudaErrorNotSupported;
     const int at_once = settings().multiprocessors * blocks_per_multiprocessor(static_cast<int>(threads), l.shared);
-    if (l.cooperative && blocks > static_cast<unsigned long>(at_once)) return cudaErrorCooperativeLaunchTooLarge;
+    if (l.start == Start::cooperative && blocks > static_cast<unsigned long>(at_once))
+        return cudaErrorCooperativeLaunchTooLarge;
     return cudaSuccess;
 }
 
-// A line: the kernel, its blocks, threads per block, bytes of dynamic shared memory per block, and blocks per cluster.
+// A line: the kernel, its blocks, threads per block, bytes of dynamic shared memory per block, blocks per cluster, and whether it
+// starts early.
 static void list(const Launch &l) {
     static FILE *const file = fopen(settings().launches, "a");
     if (!file) die("EMU_LAUNCHES=%s: cannot be written", settings().launches);
-    fprintf(file, "%s\t%u,%u,%u\t%u\t%zu\t%d\n", l.name, l.grid.x, l.grid.y, l.grid.z, l.block.x * l.block.y * l.block.z,
-            l.shared, l.cluster);
+    fprintf(file, "%s\t%u,%u,%u\t%u\t%zu\t%d\t%d\n", l.name, l.grid.x, l.grid.y, l.grid.z, l.block.x * l.block.y * l.block.z,
+            l.shared, l.cluster, l.start == Start::early);
     fflush(file);
 }
 

@@ -9,7 +9,9 @@
 #include <string>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <ucontext.h>
 #include <unistd.h>
+#include <vector>
 #include "block.h"
 #include "host.h"
 #include "sanitizer.h"
@@ -103,7 +105,8 @@ static std::map<char *, size_t> device_arrays, pinned_arrays;           // addre
 static size_t device_bytes;
 static int openings;
 
-static size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+static const size_t PAGE = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+static size_t whole_pages(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 static void set_access(int access) {
     for (const auto &[address, bytes] : device_arrays) mprotect(address, whole_pages(bytes), access);
 }
@@ -123,7 +126,18 @@ static const std::pair<char *const, size_t> *array_with(const std::map<char *, s
 }
 bool is_pinned(const void *p) { return array_with(pinned_arrays, p) != nullptr; }
 
-static void report_fault(int, siginfo_t *info, void *) {
+// What the instruction did that faulted.
+static const char *attempt([[maybe_unused]] void *context) {
+#if defined(__x86_64__)
+    constexpr int WRITE = 2;                    // a bit of the error code of a page fault
+    return static_cast<ucontext_t *>(context)->uc_mcontext.gregs[REG_ERR] & WRITE ? "writes" : "reads";
+#else
+    return "accesses";
+#endif
+}
+static void report_fault(int, siginfo_t *info, void *context) {
+    if (block && block->is_early && array_with(device_arrays, info->si_addr))
+        die("%s device memory before wait_for_last_kernel", attempt(context));
     if (array_with(device_arrays, info->si_addr)) {
         static const char text[] = "emulator: the host touched device memory\n";
         if (write(2, text, sizeof text - 1)) {}
@@ -131,19 +145,40 @@ static void report_fault(int, siginfo_t *info, void *) {
     signal(SIGSEGV, SIG_DFL);                   // the access is retried and ends the process
 }
 
-static char *new_array(size_t bytes) {
-    if (!settings().guard) return fresh_memory(bytes, 256);
-    static const bool installed = [] {
+static void report_faults() {
+    [[maybe_unused]] static const bool installed = [] {
         struct sigaction action = {};
         action.sa_sigaction = report_fault;
         action.sa_flags = SA_SIGINFO;
         return sigaction(SIGSEGV, &action, nullptr) == 0;
     }();
-    (void)installed;
+}
+
+static char *new_array(size_t bytes) {
+    if (!settings().guard) return fresh_memory(bytes, PAGE);
+    report_faults();
     char *p = static_cast<char *>(pages(whole_pages(bytes)));
     fill(p, 0xff, bytes);
     if (openings == 0) mprotect(p, whole_pages(bytes), PROT_NONE);
     return p;
+}
+
+// Every word of the parameters that is an address in device memory counts as a pointer, also inside a struct.
+static std::vector<char *> closed;              // the beginnings of arrays
+void close_arrays(const Kernel &kernel) {
+    report_faults();
+    size_t bytes;
+    const char *parameters = kernel.parameters(&bytes);
+    for (size_t at = 0; at + sizeof(char *) <= bytes; at += sizeof(char *)) {
+        char *p;
+        memcpy(&p, parameters + at, sizeof p);
+        if (const auto *array = array_with(device_arrays, p)) closed.push_back(array->first);
+    }
+    for (char *array : closed) mprotect(array, whole_pages(device_arrays[array]), PROT_NONE);
+}
+void open_arrays() {
+    for (char *array : closed) mprotect(array, whole_pages(device_arrays[array]), PROT_READ | PROT_WRITE);
+    closed.clear();
 }
 
 // Whether an access of `bytes` fits in its array.  Unknown addresses are accepted: tests pass host memory.
@@ -183,7 +218,7 @@ cudaError_t cudaFree(void *address) {
     const auto found = device_arrays.find(static_cast<char *>(address));
     if (found == device_arrays.end()) return fail(cudaErrorInvalidValue);
     if (settings().guard) munmap(found->first, whole_pages(found->second));
-    else memory_back(found->first, found->second, 256);
+    else memory_back(found->first, found->second, PAGE);
     device_bytes -= found->second;
     device_arrays.erase(found);
     return cudaSuccess;

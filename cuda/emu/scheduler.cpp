@@ -131,11 +131,22 @@ static bool meet_other_blocks(Block *b) {
     return true;
 }
 
+// ---- kernels that start early ----------------------------------------------------------------------------------
+// The last kernel ends as late as the program allows: when no thread of the block can run without its results.
+static bool end_last_kernel(Block *b) {
+    if (!b->is_early) return false;
+    b->is_early = false;
+    open_arrays();
+    for (Thread &t : b->thread)
+        if (t.state == State::behind_last_kernel) make_ready(b, &t);
+    return true;
+}
+
 // NULL if all have exited.
 static EMU_INLINE Thread *next_thread(Block *b) {
     Thread *t = next_ready(b);
     if (t || b->exited == b->threads) return t;
-    if (!meet_other_blocks(b)) report_deadlock(b);
+    if (!end_last_kernel(b) && !meet_other_blocks(b)) report_deadlock(b);
     return next_ready(b);
 }
 
@@ -201,8 +212,12 @@ static void arrive_at_cluster_if_full(Block *b) {
     if (b->cluster) b->cluster_meeting = b->cluster->barrier.arrive();
 }
 
+constexpr unsigned EARLY_BLOCKS = 2;
+static bool starts_early(const Block *b) { return b->grid->launch.start == Start::early; }
+
 static void exit_thread(Block *b, Thread *t) {
     end_pending(t);
+    if (starts_early(b) && !t->waited) die("exits without wait_for_last_kernel");
     if (t->at_cluster % 2) die("exits between cluster_arrive and cluster_wait");
     t->state = State::exited;
     if (++b->exited == b->threads) close_shared(b);
@@ -278,7 +293,7 @@ int barrier_count(bool vote) {
 
 Switch begin_grid_barrier() {
     Block *b = block;
-    if (!b->grid->launch.cooperative) die("a barrier of the grid in a launch that is not cooperative");
+    if (b->grid->launch.start != Start::cooperative) die("a barrier of the grid in a launch that is not cooperative");
     release(&b->grid->order);
     self()->state = State::at_grid_barrier;
     b->at_grid_barrier++;
@@ -328,7 +343,8 @@ static double now() { return std::chrono::duration<double>(std::chrono::steady_c
 Switch begin_poll(const char *what) {
     Block *b = block;
     // whether only this block can end the wait
-    const bool alone = !b->grid->launch.cooperative && !b->cluster && settings().workers <= 1;
+    const bool alone = b->grid->launch.start != Start::cooperative && !b->cluster && settings().workers <= 1;
+    if (b->polls > 2ul * b->threads) end_last_kernel(b);
     if (++b->polls > 4096ul * b->threads) {
         if (alone) die("DEADLOCK: %s waits for an event that no thread can cause", what);
         const double patience = settings().patience;
@@ -338,6 +354,19 @@ Switch begin_poll(const char *what) {
     if (!alone) sched_yield();
     make_ready(b, self());
     return begin_wait(b, self());
+}
+
+Switch begin_last_kernel_wait() {
+    Block *b = block;
+    Thread *t = self();
+    t->waited = true;
+    if (!b->is_early) return {nullptr, nullptr};
+    t->state = State::behind_last_kernel;
+    return begin_wait(b, t);
+}
+
+void needs_last_kernel(const char *what) {
+    if (starts_early(block) && !self()->waited) die("%s before wait_for_last_kernel", what);
 }
 
 // ---- warp operations --------------------------------------------------------------------------------------------
@@ -397,6 +426,7 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
     b->begun = b->exited = b->votes = b->at_grid_barrier = b->at_cluster_barrier = b->cluster_arrivals = 0;
     b->cluster_full = b->cluster_passed = 0;
     b->polls = 0;
+    b->is_early = false;
     open_shared(b);
     b->ready.clear();
     b->next_ready = 0;
@@ -435,6 +465,7 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
         t.warp = i / 32;
         t.state = State::fresh;
         t.at_cluster = 0;
+        t.waited = false;
         begin_pending(&t);
         b->order[i] = settings().order == Settings::Order::reverse ? threads - 1 - i : i;
     }
@@ -451,8 +482,18 @@ static void clean_up(Block *b) {
     if (char *dynamic = b->thread[0].dynamic_shared) shared_back(dynamic, b->grid->launch.shared, 1024);
 }
 
+// The first blocks of an early launch run while the last kernel still runs.  Memory is closed for all blocks at once, so not if
+// several run concurrently; then, and for other blocks, only the calls of wait_for_last_kernel are checked.
+static bool has_early_block(Grid *grid) {
+    return grid->launch.start == Start::early && settings().workers <= 1 && grid->next <= EARLY_BLOCKS;
+}
+
 static void run_block(Block *b, Grid *grid, unsigned index) {
     prepare(b, grid, index, nullptr);
+    if (has_early_block(grid)) {
+        b->is_early = true;
+        close_arrays(grid->kernel);
+    }
     run_from_host(b);
     clean_up(b);
 }
@@ -541,10 +582,10 @@ void run_grid(const Launch &launch, const Kernel &kernel) {
     reuse_shared_arena();
     release(&grid.launched);
     unsigned workers = static_cast<unsigned>(settings().workers);
-    if (launch.cooperative || grid.blocks < workers) workers = grid.blocks;
+    if (launch.start == Start::cooperative || grid.blocks < workers) workers = grid.blocks;
     if (launch.cluster > 1) workers = launch.cluster;
     auto work = [&](unsigned number) {
-        if (launch.cooperative) run_one(&grid, number);
+        if (launch.start == Start::cooperative) run_one(&grid, number);
         else if (launch.cluster > 1) run_rank(&grid, &cluster, number);
         else run_blocks(&grid);
     };

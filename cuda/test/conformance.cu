@@ -46,6 +46,21 @@ static __global__ void grid_barrier(const float *in, float *out, float *scratch)
     grid_sync();
     out[i] = scratch[(i + 64) % 256];
 }
+// Two kernels, the second an early launch: 4 blocks double their part, late, and then each reads another one's
+static __global__ void doubled_late(const float *in, float *scratch) {
+    wait_for_last_kernel();                     // and let the next kernel start
+    const int i = blockIdx.x * 64 + threadIdx.x;
+    float x = in[i];
+    for (int round = 0; round < 1000; round++) x = __shfl_xor_sync(0xffffffffu, x, 1);
+    scratch[i] = 2.0f * x;
+}
+static __global__ void early_start(float *out, const float *scratch) {
+    SHARED(int, from, [64]);
+    from[threadIdx.x] = (blockIdx.x * 64 + threadIdx.x + 64) % 256;
+    __syncthreads();
+    wait_for_last_kernel();
+    out[blockIdx.x * 64 + threadIdx.x] = scratch[from[threadIdx.x]];
+}
 // 4 blocks in sequence, by a flag; then all count, and the last one writes
 static __global__ void flags(const float *in, float *out, float *scratch) {
     unsigned *turn = reinterpret_cast<unsigned *>(scratch), *arrived = turn + 1, *order = turn + 2;
@@ -505,6 +520,9 @@ static const Case cases[] = {
     {"shared", 64, 192, 80, ONE_BLOCK(shared, 64, 256)},
     {"named_barriers", 64, 64, 80, ONE_BLOCK(named_barriers, 96, 0)},
     {"grid_barrier", 256, 256, 80, RUN(return LAUNCH_COOP(grid_barrier, 4, 64, 0, nullptr, in, out, scratch);)},
+    {"early_start", 256, 256, 90,
+     RUN(cudaError_t error = LAUNCH(doubled_late, 4, 64, 0, nullptr, in, scratch);
+         return error ? error : LAUNCH_EARLY(early_start, 4, 64, 0, nullptr, out, scratch);)},
     {"flags", 4, 2, 80, RUN(cudaMemset(scratch, 0, 256); return LAUNCH_COOP(flags, 4, 32, 0, nullptr, in, out, scratch);)},
     {"loads", 160, 160, 80, ONE_BLOCK(loads, 64, 0)},
     {"exp2", 256, 256, 80, ONE_BLOCK(exp2_case, 256, 0)},

@@ -160,6 +160,8 @@ class GPU(KernelOperations):
     # for comparisons: a captured graph keeps its kernels
     attention = Choice('by size', 'mma', 'wgmma')       # the kernels in bf16; 'wgmma': wherever it supports the call
     exchange = Choice('by device', 'global memory')     # of the results of a step, by the blocks of a GRU; the same bits
+    # whether a kernel may start before the last one has ended, where the device can do it; the same bits
+    early_start = Choice('by environment', 'never', 'always')
     multicast = Choice('by size', 'never', 'always')    # whether two blocks of a product by wgmma share loads; the same bits
 
     @property

@@ -877,6 +877,25 @@ def test_sharing_loads_by_multicast_can_be_chosen_and_gives_the_same_bits(on_gpu
         on_gpu.multicast, on_gpu.precision = 'by size', 'fp32'
 
 
+def test_an_early_start_of_kernels_can_be_chosen_and_gives_the_same_bits(on_gpu):
+    rng = np.random.default_rng(0)
+    a, b = (put(rng.standard_normal((100, 100), np.float32)) for _ in range(2))
+
+    def chain(early_start):
+        on_gpu.early_start = early_start
+        x = a
+        for _ in range(3):
+            x = (x @ b).sum(axis=0) * a
+        return get(x)
+    try:
+        never = chain('never')
+        assert never.any() and np.array_equal(never, chain('always')) and np.array_equal(never, chain('by environment'))
+        with pytest.raises(ValueError, match="early_start: expected by environment, never, always, got 'sometimes'"):
+            on_gpu.early_start = 'sometimes'
+    finally:
+        on_gpu.early_start = 'by environment'
+
+
 def test_the_kernels_of_attention_can_be_chosen_and_others_are_refused(on_gpu):
     q = put(np.random.default_rng(0).standard_normal((130, 1, 64)).astype('f'))
 

@@ -119,6 +119,40 @@ static __global__ void flag_of_nobody(const float *x, float *y, unsigned *flag) 
 }
 static __global__ void plain(const float *x, float *y) { y[threadIdx.x] = x[threadIdx.x]; }
 
+// ---- kernels that start before the last one has ended: two blocks of 32 ----
+enum class Early { read, write, atomic, copy, read_by_some, returns };
+template <Early BUG> static __global__ void early(const float *x, float *y) {
+    DYN_SHARED(float, tile);
+    const int t = threadIdx.x, i = blockIdx.x * 32 + t;
+    if (BUG == Early::returns && i == N - 1) return;            // a thread that has nothing to do
+    float value = 0.0f;
+    if (BUG == Early::read || (BUG == Early::read_by_some && i > N - 4)) value = x[i];
+    if (BUG == Early::write) y[i] = 0.0f;
+    if (BUG == Early::atomic) atomicExch(reinterpret_cast<unsigned *>(y) + i, 0u);
+    if (BUG == Early::copy) cp_async4(&tile[t], x + i);
+    wait_for_last_kernel();
+    if (BUG == Early::copy) {
+        cp_async_commit();
+        cp_async_wait<0>();
+        value = tile[t];
+    }
+    y[i] = value != 0.0f ? value : x[i];
+}
+static __global__ void early_bulk_load(const __grid_constant__ CUtensorMap map, float *y) {
+    DYN_SHARED(float, row);
+    uint64_t *full = reinterpret_cast<uint64_t *>(row + N);
+    if (threadIdx.x == 0) {
+        mbar_init(full, 1);
+        mbar_fence_init();
+        mbar_expect(full, N * 4);
+        tma_load_2d(row, &map, 0, 0, full);                     // which reads as late as the wait below
+    }
+    wait_for_last_kernel();
+    __syncthreads();
+    mbar_wait(full, 0);
+    for (int i = threadIdx.x; i < N; i += 32) y[i] = row[i];
+}
+
 // ---- Hopper ----
 // A ring of two stages: one thread loads pieces of 64 floats, 128 threads add them up, and y[i] = 0 + 1 + ... for all pieces.
 // The bug is in who waits for whom.
@@ -322,6 +356,14 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     if (is("passed_and_arrived_twice")) return LAUNCH_CLUSTER(2, passing<Passing::arrived_twice>, 2, 32, 128, nullptr, x, y);
     if (is("passed_without_waiting")) return LAUNCH_CLUSTER(2, passing<Passing::not_waited_for>, 2, 32, 128, nullptr, x, y);
     if (is("cluster_without_barrier")) return LAUNCH_CLUSTER(2, cluster_without_barrier, 2, 32, 0, nullptr, x, y);
+#define EARLY(kernel) return LAUNCH_EARLY(kernel, 2, N / 2, N * 4, nullptr, x, y)
+    if (is("early_read")) EARLY(early<Early::read>);
+    if (is("early_write")) EARLY(early<Early::write>);
+    if (is("early_atomic")) EARLY(early<Early::atomic>);
+    if (is("early_copy")) EARLY(early<Early::copy>);
+    if (is("early_read_by_some_threads")) EARLY(early<Early::read_by_some>);
+    if (is("early_return")) EARLY(early<Early::returns>);
+    if (is("early_bulk_load")) return LAUNCH_EARLY(early_bulk_load, 1, 32, N * 4 + 8, nullptr, map, y);
     if (is("flag_of_a_later_block")) {          // which a device with few multiprocessors never starts
         LAUNCH(flag_of_nobody, 1, N, 0, nullptr, x, y, flag);
         return LAUNCH(plain, 1, N, 0, nullptr, x, y);

@@ -160,6 +160,7 @@ FORMULAS = {
     'shared': shared,
     'named_barriers': lambda x: [x[::-1]],
     'grid_barrier': lambda x: [2 * np.roll(x, -64)],
+    'early_start': lambda x: [2 * np.roll(x, -64)],
     'flags': flags,
     'loads': lambda x: [x],
     'exp2': lambda x: [np.exp2(x.astype(np.float64))],

@@ -569,6 +569,32 @@ static void try_graph() {
     cudaStreamDestroy(stream);
 }
 
+// Early launches: each moves all elements by one place, and half of the threads wait before the barrier.
+static __global__ void move_by_one(float *y, const float *x, int n) {
+    SHARED(int, from, [64]);
+    const bool waits_first = threadIdx.x < 32;
+    if (waits_first) wait_for_last_kernel();
+    from[threadIdx.x] = (blockIdx.x * 64 + threadIdx.x + 1) % n;
+    __syncthreads();
+    if (!waits_first) wait_for_last_kernel();
+    const int i = blockIdx.x * 64 + threadIdx.x;
+    if (i < n) y[i] = x[from[threadIdx.x]];
+}
+static void try_early() {
+    constexpr int COUNT = 200;
+    std::vector<float> values = uniform(COUNT, 1);
+    float *x = to_device(values), *y = on_device<float>(COUNT);
+    std::vector<double> expected(COUNT);
+    for (int i = 0; i < COUNT; i++) expected[i] = values[(i + 3) % COUNT];
+    try_kernel("early", y, expected, 0.0, [=] {
+        const int blocks = (COUNT + 63) / 64;
+        float *z = on_device<float>(COUNT);
+        cudaError_t error = LAUNCH_EARLY(move_by_one, blocks, 64, 0, nullptr, y, x, COUNT);
+        if (!error) error = LAUNCH_EARLY(move_by_one, blocks, 64, 0, nullptr, z, y, COUNT);
+        return error ? error : LAUNCH_EARLY(move_by_one, blocks, 64, 0, nullptr, y, z, COUNT);
+    });
+}
+
 // Two streams that wait for each other in turn.
 static void try_streams() {
     if (!asked_for("streams")) return;
@@ -608,6 +634,7 @@ int main(int argc, char **argv) {
     try_pieces();
     try_softmax();
     try_recurrence();
+    try_early();
     try_graph();
     try_streams();
     return failures != 0;

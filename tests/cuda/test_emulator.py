@@ -51,7 +51,7 @@ def run(program, *arguments, **environment):
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_good_kernels_are_right_and_raise_no_alarm(programs, variant):
     status, out = run(programs / variant / 'good', 'all', '64')
-    assert status == 0 and out.count(' ok ') == len(out.splitlines()) == 17, out
+    assert status == 0 and out.count(' ok ') == len(out.splitlines()) == 18, out
 
 
 @pytest.mark.parametrize('environment', [
@@ -59,7 +59,7 @@ def test_good_kernels_are_right_and_raise_no_alarm(programs, variant):
     {'EMU_WORKERS': '2'}, {'EMU_GUARD': '1'}], ids=lambda e: '_'.join([*e.keys(), *e.values()]))
 def test_good_kernels_are_right_in_any_order(programs, environment):
     status, out = run(programs / 'plain' / 'good', 'all', '64', **environment)
-    assert status == 0 and out.count(' ok ') == 17, out
+    assert status == 0 and out.count(' ok ') == 18, out
 
 
 # ---- bugs ---------------------------------------------------------------------------------------------------------
@@ -98,6 +98,14 @@ BUGS = {
     'grid_barrier_of_some_blocks': in_all('a barrier of the grid after some of its blocks have exited'),
     'flag_of_nobody': in_all('DEADLOCK: load_acquire waits for an event that no thread can cause'),
     'flag_of_a_later_block': in_all('DEADLOCK: load_acquire waits for an event that no thread can cause'),
+    # kernels that start early
+    'early_read': in_all('early<Early::read>, block .* reads device memory before wait_for_last_kernel'),
+    'early_write': in_all('early<Early::write>, block .* writes device memory before wait_for_last_kernel'),
+    'early_atomic': in_all('early<Early::atomic>, block .* writes device memory before wait_for_last_kernel'),
+    'early_copy': in_all('early<Early::copy>, block .* cp.async before wait_for_last_kernel'),
+    'early_read_by_some_threads': in_all(r'early<Early::read_by_some>, block \(1, .* reads device memory before wait_for'),
+    'early_return': in_all('early<Early::returns>, block .* exits without wait_for_last_kernel'),
+    'early_bulk_load': in_all('early_bulk_load, block .* a bulk load before wait_for_last_kernel'),
     # Hopper
     'ring<Ring::empty_not_waited_for>': in_all('more arrivals than the mbarrier expects'),
     'ring<Ring::full_not_waited_for>': in_all('DEADLOCK: a wait at an mbarrier'),

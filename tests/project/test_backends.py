@@ -10,12 +10,12 @@ from conftest import ROOT, environment_without
 GPU = {'PYOPS_BACKEND': 'gpu', 'PYOPS_SYNC': '1'}
 EXPECTED = {'cpu': {}, 'generic': {'PYOPS_ISA': 'generic'}, 'avx2': {'PYOPS_ISA': 'avx2'}, 'avx512': {'PYOPS_ISA': 'avx512'},
             'amx_bf16': {'PYOPS_ISA': 'amx_bf16'}, 'exact': {'PYOPS_EXACT': '1'}, 'gpu': GPU,
-            'emulated': GPU | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_CHAINS': '500'}}
+            'emulated': GPU | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_CHAINS': '500', 'PYOPS_EARLY_START': '1'}}
 
 
 def run_pytest(*arguments, **environment):
-    clean = environment_without(*backends.SELECTED, 'PYOPS_SYNC', 'PYOPS_CHAINS', 'PYOPS_LIBRARY', 'PYOPS_CUDA_LIBRARY',
-                                'PYTEST_XDIST_WORKER_COUNT', 'PYTEST_ADDOPTS', PYTHONPATH=f'{ROOT}:{ROOT / "tests"}')
+    clean = environment_without(*backends.SELECTED, 'PYOPS_SYNC', 'PYOPS_CHAINS', 'PYOPS_EARLY_START', 'PYOPS_LIBRARY',
+                                'PYOPS_CUDA_LIBRARY', 'PYTEST_XDIST_WORKER_COUNT', 'PYTEST_ADDOPTS', PYTHONPATH=f'{ROOT}:{ROOT / "tests"}')
     return subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *map(str, arguments)], cwd=ROOT,
                           env=clean | environment, capture_output=True, text=True)
 
