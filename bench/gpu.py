@@ -19,18 +19,20 @@ import numpy as np
 from bench import gpu_attention, gpu_products
 from bench.gpu_attention import attention
 from bench.gpu_contest import Run, Torch, compare, median_seconds, repeated, same_bits
-from bench.gpu_products import PRECISIONS, layers, products, reset
+from bench.gpu_products import PRECISIONS, choosing, layers, products, reset
 from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser, positive_int
 
 PROGRAM = 'bench.gpu'
 FULL = SimpleNamespace(
     turns=7, seconds=0.3, product_turns=3, product_seconds=0.04, memory=2**24, products=gpu_products.FULL,
+    activations=gpu_products.ACTIVATIONS,
     layers=gpu_products.FULL_LAYERS, attention=gpu_attention.FULL, source=7939, target=13387, batch=128, pairs=20_000,
     num_steps=9, checked=3, seq2seq={}, transformer={}, base=dict(batch=256, num_steps=64, checked=1),
     mnist=dict(images=50_000, epochs=10))
 TRIAL = SimpleNamespace(
     turns=2, seconds=0.0, product_turns=1, product_seconds=0.0, memory=2**12, products=gpu_products.TRIAL,
+    activations=gpu_products.TRIAL_ACTIVATIONS,
     layers=gpu_products.TRIAL_LAYERS, attention=gpu_attention.TRIAL, source=20, target=30, batch=4, pairs=40, num_steps=5,
     checked=3, seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
     base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1, checked=1), mnist=dict(images=400, epochs=1))
@@ -115,17 +117,20 @@ def memory(run):
 class Trained:
     """A model and its optimizer on the current device, and the first steps of its training.
 
-    steps(rows) trains and returns its loss, or a list of losses.
+    steps(rows) trains and returns its loss, or a list of losses.  around(call) calls call() with other settings of the GPU.
     """
 
-    def __init__(self, model, optimizer, steps, batches):
+    def __init__(self, model, optimizer, steps, batches, around=lambda call: call()):
         from pyops import backend
-        self.model, self.optimizer, self.steps, self.batches = model, optimizer, steps, batches
+        self.model, self.optimizer, self.steps, self.batches, self.around = model, optimizer, steps, batches, around
         self.initial = backend.get(model.params.values).copy()
         self.weights = {name: backend.get(array).copy() for name, array in model.params.arrays().items()}
 
     def first(self, count):
         """Train from the initial state.  Return the losses, the gradients after the first step, and the parameters."""
+        return self.around(lambda: self._first(count))
+
+    def _first(self, count):
         from pyops import backend
         reset(self.model.params, self.optimizer, self.initial)
         losses, gradients = [], None
@@ -135,6 +140,11 @@ class Trained:
                 gradients = backend.get(self.model.params.grads).copy()
         return dict(losses=np.array(losses, np.float32), gradients=gradients,
                     values=backend.get(self.model.params.values).copy())
+
+    def repeated(self, rows):
+        """Return run(n), which trains on rows() n times."""
+        run = repeated(lambda: self.steps(rows()))
+        return lambda n: self.around(lambda: run(n))
 
     def close(self):
         self.steps.close()
@@ -158,12 +168,15 @@ class Contest:
 
     trained: a Trained; first: the result of its first(count); ours: run(n).
     torch_step(compiled) -> step(rows) -> loss; rows() -> indices (k, B) on PyTorch's device.
+    others: {name: (Trained, run(n))}, the same training with other settings, which must have the same bits.
     """
 
-    def __init__(self, run, figure, trained, count, first, precision, ours, torch_step, rows):
+    def __init__(self, run, figure, trained, count, first, precision, ours, torch_step, rows, others=None):
         self.run, self.figure, self.trained, self.count, self.first = run, figure, trained, count, first
         self.precision, self.torch_step, self.rows = precision, torch_step, rows
-        self.ours = {'ours': (ours, run.gpu.synchronize)}
+        self.others = {name: other for name, (other, _) in (others or {}).items()}
+        self.ours = {name: (step, run.gpu.synchronize)
+                     for name, step in {'ours': ours, **{name: step for name, (_, step) in (others or {}).items()}}.items()}
 
     def against(self, kind):
         """Time the steps against PyTorch's of this kind, eager or compiled.
@@ -175,6 +188,10 @@ class Contest:
             contestants |= self._torch(kind)
         timed = median_seconds(contestants, sizes.turns, sizes.seconds)
         same_bits(self.run, self.figure, self.trained.first(self.count), self.first)
+        for name, other in self.others.items():
+            results = {f'{what}, {name},': array for what, array in other.first(self.count).items()}
+            same_bits(self.run, self.figure, results, {f'{what}, {name},': array for what, array in self.first.items()})
+            self.figure[f'{name.replace(" ", "_")}_s'] = timed.pop(name)
         self.run.timed(self.figure, timed)
 
     def finish(self, note=''):
@@ -184,8 +201,10 @@ class Contest:
             self.against('compiled')
         elif torch and torch.has_gpu:
             print(f'{self.figure["what"]}: torch compiled is left out: the time limit is over')
-        self.run.show(self.figure, note)
-        self.trained.close()
+        notes = [note, *(f'{name} {1e3 * self.figure[name.replace(" ", "_") + "_s"]:.3f} ms' for name in self.others)]
+        self.run.show(self.figure, ', '.join(filter(None, notes)))
+        for trained in self.trained, *self.others.values():
+            trained.close()
 
     def _torch(self, kind):
         torch = self.run.torch
@@ -203,7 +222,8 @@ class Contest:
 def translation_contest(run, what, ours, theirs, settings, lr, precision, batch, checked):
     """Check and time the training steps of a translator on random sentences with realistic sizes; padded, 15 % is padding.
 
-    Return finish(), which times them against compiled PyTorch: after the checks of all precisions.
+    Where the device can start kernels early, the same steps are also timed with early starts.  Return finish(), which times
+    them against compiled PyTorch: after the checks of all precisions.
     """
     from bench.torch_step import copy_weights, make_step
     from bench.translation import planned_steps
@@ -222,10 +242,13 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
                     for words in (config.source_size, config.target_size)), config.num_steps)
     order = rng.permutation(count)[:count // batch * batch].reshape(-1, batch)
 
-    def trained():
+    def trained(around=lambda call: call()):
         model = Model(config)
         optimizer = Adam(model.params, lr, max_norm=1.0)
-        return Trained(model, optimizer, planned_steps(model, pairs, lr, optimizer), order)
+        return Trained(model, optimizer, planned_steps(model, pairs, lr, optimizer), order, around)
+
+    def with_early_start(choice):
+        return trained(lambda call: choosing(gpu, 'early_start', choice, call)())
 
     if ('reference', what) not in run.kept:             # in float32 for each precision
         with backend.on(backend.HOST):
@@ -233,10 +256,18 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
             run.kept['reference', what] = there.first(checked)
             there.close()
     gpu.precision = precision
-    here = trained()
+    here = with_early_start('never')
     first = here.first(checked)
     check_training(run, figure, first, run.kept['reference', what], precision)
     place = iter(range(2**62))
+
+    def next_rows():
+        return order[next(place) % len(order)]
+    others = {}
+    if can_start_early(gpu):
+        early = with_early_start('always')
+        same_bits(run, figure, early.first(checked), first)
+        others['early start'] = early, early.repeated(next_rows)
     torch_step = rows = None
     if torch:
         t = torch.torch
@@ -256,8 +287,7 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
                 target = t.cat([t.full_like(labels[:1], BOS), labels[:-1]])
                 return train(source.contiguous(), target, labels.contiguous())
             return step
-    contest = Contest(run, figure, here, checked, first, precision,
-                      repeated(lambda: here.steps(here.batches[next(place) % len(order)])), torch_step, rows)
+    contest = Contest(run, figure, here, checked, first, precision, here.repeated(next_rows), torch_step, rows, others)
     contest.against('eager')
     gpu.precision = 'fp32'
 
@@ -266,6 +296,15 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
         contest.finish()
         gpu.precision = 'fp32'
     return finish
+
+
+def can_start_early(gpu):
+    """Return whether kernels of this device can start before the last one has ended."""
+    try:
+        choosing(gpu, 'early_start', 'always', lambda: None)()
+    except ValueError:
+        return False
+    return True
 
 
 def random_sentences(rng, n, steps, words):

@@ -42,6 +42,9 @@ FULL = [*RAGGED, *layer('seq2seq gates', 1152, 768, 256), Shape('seq2seq decoder
         Shape('base logits', 16384, 13387, 512, 'NT'),
         *layer('124M qkv', 8192, 2304, 768), *layer('124M ff', 8192, 3072, 768, True),
         Shape('square', 8192, 8192, 8192, 'NT')]
+# Rows, width of the model and inner width of feed-forward layers with a smooth activation.
+ACTIVATIONS = (1152, 256, 64), (16384, 512, 2048), (8192, 768, 3072)
+TRIAL_ACTIVATIONS = (260, 64, 256),
 # The last is large enough for the emulator's four multiprocessors to convert the operands and use wgmma.
 TRIAL = [*layer('gates', 36, 48, 16), *RAGGED, *layer('ff', 130, 264, 72, True), *layer('logits', 12, 30, 16),
          Shape('converted', 1020, 1024, 200, 'NT')]
@@ -218,6 +221,73 @@ def products(run):
             if precision == 'bf16' and case.is_forward and not shape.relu:
                 measure(case, f'{what} of bf16 matrices', precision, case.gemm_bf16(gpu), is_plain=True)
         gpu.precision = 'fp32'
+    activations(run)
+
+
+def activations(run):
+    """Compare linear_activation and the gradient of its input with float64: in bfloat16, where products compute the activation.
+
+    The activation is compared at the product as the GPU has stored it: its own error is a rounding to bfloat16.
+    """
+    from pyops.ops.activation import GELU, GELUTanh, SiLU
+    from pyops.ops.feed_forward import SMOOTH
+    kinds = {op.kernel: op.reference for op in (SiLU, GELU, GELUTanh)}
+    for rows, width, inner in run.sizes.activations:
+        for kind, name in enumerate(SMOOTH):
+            figure = run.figure(f'linear and {name} {rows}x{inner}x{width} bf16')
+            if figure is not None:
+                _activation(run, figure, rows, width, inner, kind, kinds[name])
+
+
+def _activation(run, figure, rows, width, inner, kind, function):
+    from pyops import backend
+    gpu, sizes, rng = run.gpu, run.sizes, np.random.default_rng([rows, width, inner])
+
+    def on_gpu(x):
+        y = backend.empty(x.shape, backend.BF16)
+        backend.convert(y, backend.put(x))
+        return y
+    x, dy = (rounded(rng.standard_normal((rows, width), np.float32), 'bf16') for _ in range(2))
+    w1, w2 = (rounded(rng.standard_normal(shape, np.float32) / math.sqrt(width), 'bf16')
+              for shape in ((inner, width), (width, inner)))
+    bias = rng.standard_normal(inner, np.float32)
+    there = {name: on_gpu(array) for name, array in dict(x=x, dy=dy, w1=w1, w2=w2).items()}
+    a, y, dx = (backend.empty((rows, inner), backend.BF16) for _ in range(3))
+    device_bias, dweight = backend.put(bias), backend.zeros((width, inner))
+
+    def forward():
+        gpu.launch('linear_activation', y, a, there['x'], there['w1'], device_bias, rows, inner, width, kind)
+
+    def backward():
+        gpu.launch('linear_activation_backward', dx, dweight, None, there['dy'], y, a, there['w2'], rows, width, inner, kind)
+
+    def results():
+        forward()
+        backward()
+        return {name: backend.get(array) for name, array in dict(a=a, y=y, dx=dx).items()}
+    gpu.precision = 'bf16'
+    first = results()
+    product = Reference(x, w1.T, bias, None, False, rng)
+    stored, HALF, STEP = first['a'][product.rows].astype(np.float64), 2.0**-8, 1e-5     # HALF: half a unit of bfloat16
+
+    def check(name, want, allowed, at):
+        run.check(figure, f'{name}, {len(at)} of {rows} rows', (np.abs(first[name][at] - want) / allowed).max(), 1.0)
+    check('a', product.exact, product.allowed + HALF * np.abs(product.exact), product.rows)
+    y_want = function(stored)
+    check('y', y_want, HALF * np.abs(y_want) + 8 * EPS * (np.abs(stored) + 1), product.rows)
+    product = Reference(dy, w2, np.zeros(inner, np.float32), None, False, rng)
+    stored = first['a'][product.rows].astype(np.float64)
+    slope = (function(stored + STEP) - function(stored - STEP)) / (2 * STEP)
+    dx_want = slope * product.exact                     # the product is rounded, and so is the result
+    check('dx', dx_want, np.abs(slope) * product.allowed + 2 * HALF * np.abs(dx_want) + 16 * EPS * (np.abs(product.exact) + 1),
+          product.rows)
+    seconds = median_seconds({'ours': (repeated(forward), gpu.synchronize), 'backward': (repeated(backward), gpu.synchronize)},
+                             sizes.product_turns, sizes.product_seconds)
+    same_bits(run, figure, results(), first)
+    flops, figure['backward_s'] = 2 * rows * inner * width, seconds.pop('backward')
+    run.timed(figure, seconds, flops=flops, flops_per_s=flops / seconds['ours'])
+    run.show(figure, f'{flops / seconds["ours"] * 1e-12:7.1f} TFLOP/s, backward {1e3 * figure["backward_s"]:.3f} ms')
+    gpu.precision = 'fp32'
 
 
 def to_bf16(gpu, x, rows, columns, ld):

@@ -24,8 +24,8 @@ PROGRAM = 'bench.launches'
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 'seq2seq', 'transformer', 'base'
 PRECISIONS = 'fp32', 'bf16'
-H100 = {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_SYNC': '0', 'EMU_MULTIPROCESSORS': '132', 'EMU_MEMORY': str(80 * 2**30),
-        'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
+H100 = {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_SYNC': '0', 'PYOPS_EARLY_START': '1', 'EMU_MULTIPROCESSORS': '132',
+        'EMU_MEMORY': str(80 * 2**30), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
 
 
 class Launch(NamedTuple):
@@ -33,6 +33,7 @@ class Launch(NamedTuple):
     grid: str               # blocks: 'x,y,z'
     threads: int            # per block
     shared: int             # bytes of dynamic shared memory per block
+    early: bool             # whether it may start before the last one has ended (PYOPS_EARLY_START)
 
 
 def launches(step, precision='fp32'):
@@ -45,8 +46,8 @@ def launches(step, precision='fp32'):
             raise UserError(f'{" ".join(command)}: {(done.stderr.strip().splitlines() or ["failed"])[-1]}')
         first, end = json.loads(done.stdout.splitlines()[-1])
         lines = file.read().splitlines()[first:end]
-    return [Launch(re.sub(r'[(<].*', '', kernel.lstrip('(')), grid, int(threads), int(shared))
-            for kernel, grid, threads, shared, _ in (line.split('\t') for line in lines)]
+    return [Launch(re.sub(r'[(<].*', '', kernel.lstrip('(')), grid, int(threads), int(shared), early == '1')
+            for kernel, grid, threads, shared, _, early in (line.split('\t') for line in lines)]
 
 
 def run(step, precision):
@@ -89,7 +90,8 @@ def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('steps', nargs='*', metavar='STEP', help=f'{", ".join(STEPS)} (default: all)')
     p.add_argument('--precision', choices=PRECISIONS, help='default: both')
-    p.add_argument('--list', action='store_true', help='print each launch: kernel, blocks, threads, bytes of shared memory')
+    p.add_argument('--list', action='store_true',
+                   help='print each launch: kernel, blocks, threads, bytes of shared memory, whether it can start early')
     p.add_argument('--run', action='store_true', help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     for step in args.steps:
@@ -101,10 +103,12 @@ def main(argv=None):
         for precision in [args.precision] if args.precision else PRECISIONS:
             found = launches(step, precision)
             kernels = collections.Counter(launch.kernel for launch in found)
-            print(f'{step} {precision}: {len(found)} launches: '
+            early = sum(launch.early for launch in found)
+            print(f'{step} {precision}: {len(found)} launches, {early} can start early: '
                   + ', '.join(f'{name} {count}' for name, count in kernels.most_common()), flush=True)
             for launch in found if args.list else ():
-                print(f'  {launch.kernel:<24} {launch.grid:>12} {launch.threads:>5} {launch.shared:>7}')
+                print(f'  {launch.kernel:<24} {launch.grid:>12} {launch.threads:>5} {launch.shared:>7}'
+                      + '  early' * launch.early)
 
 
 if __name__ == '__main__':

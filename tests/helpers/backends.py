@@ -10,7 +10,8 @@ SELECTED = 'PYOPS_BACKEND', 'PYOPS_EMULATE_CUDA', 'PYOPS_ISA', 'PYOPS_EXACT'
 ON_GPU = {'PYOPS_BACKEND': 'gpu'}
 BACKENDS = {'cpu': {}, **{isa: {'PYOPS_ISA': isa} for isa in ('generic', 'avx2', 'avx512', 'amx_bf16')},
             'exact': {'PYOPS_EXACT': '1'}, 'emulated': ON_GPU | {'PYOPS_EMULATE_CUDA': '1'}, 'gpu': ON_GPU}
-# used unless the variable is set.  PYOPS_SYNC: the call that caused an error raises it.  PYOPS_EARLY_START: the emulator checks it
+# used unless the variable is set.  PYOPS_SYNC: the call that caused an error raises it.  PYOPS_EARLY_START: the emulator checks
+# that a kernel waits for the last one
 DEFAULTS = {'emulated': {'PYOPS_SYNC': '1', 'PYOPS_EARLY_START': '1', 'PYOPS_CHAINS': '500'}, 'gpu': {'PYOPS_SYNC': '1'}}
 # library, make target
 CUDA_LIBRARIES = {'emulated': ('pyops/libpyops_emulated.so', 'emulated'), 'gpu': ('pyops/libpyops_cuda.so', 'cuda')}

@@ -15,7 +15,8 @@ EXPECTED = {'cpu': {}, 'generic': {'PYOPS_ISA': 'generic'}, 'avx2': {'PYOPS_ISA'
 
 def run_pytest(*arguments, **environment):
     clean = environment_without(*backends.SELECTED, 'PYOPS_SYNC', 'PYOPS_CHAINS', 'PYOPS_EARLY_START', 'PYOPS_LIBRARY',
-                                'PYOPS_CUDA_LIBRARY', 'PYTEST_XDIST_WORKER_COUNT', 'PYTEST_ADDOPTS', PYTHONPATH=f'{ROOT}:{ROOT / "tests"}')
+                                'PYOPS_CUDA_LIBRARY', 'PYTEST_XDIST_WORKER_COUNT', 'PYTEST_ADDOPTS',
+                                PYTHONPATH=f'{ROOT}:{ROOT / "tests"}')
     return subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *map(str, arguments)], cwd=ROOT,
                           env=clean | environment, capture_output=True, text=True)
 
