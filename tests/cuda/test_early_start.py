@@ -5,9 +5,11 @@ The emulator checks the same in g++'s code.  But nvcc moves loads, and it knows 
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment_without
+from emulated import LIBRARY
 
 WAIT = 'griddepcontrol.wait'
 ENTRY = re.compile(r'\.entry (\w+)\(.*?\n\{\n(.*?)\n\}\n', re.S)
@@ -67,3 +69,30 @@ def test_an_access_before_the_wait_is_found(before):
                                     'st.local.u32 [%r1], %r2;', 'cp.async.commit_group;', 'add.s32 %r3, %r1, %r2;'])
 def test_shared_memory_may_be_prepared_before_the_wait(before):
     assert too_early(KERNEL.replace('BEFORE', before)) == {'early': []}
+
+
+PROGRAM = """
+from pyops import backend
+from pyops.ndarray import use_gpu
+gpu = use_gpu()
+backend.launch('fill', backend.zeros(10), 10, 7.0)
+try:
+    gpu.early_start = 'always'
+except ValueError as error:
+    print(error)
+backend.launch('fill', backend.zeros(10), 10, 7.0)
+"""
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
+@pytest.mark.parametrize(('capability', 'variable', 'early'), [('9.0', '1', [True, True]), ('9.0', '0', [False, True]),
+                                                               ('8.0', '1', [False, False])])
+def test_an_older_device_ignores_the_variable_and_refuses_the_setting(capability, variable, early, tmp_path):
+    listed = tmp_path / 'launches'
+    environment = environment_without() | {'PYOPS_EMULATE_CUDA': '1', 'EMU_CAPABILITY': capability, 'EMU_LAUNCHES': str(listed),
+                                           'PYOPS_EARLY_START': variable}
+    out = subprocess.run([sys.executable, '-c', PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    fills = [line.split('\t') for line in listed.read_text().splitlines() if 'flat' in line]
+    assert [columns[-1] == '1' for columns in fills] == early
+    assert out.stdout.startswith('set_early_start: early_start=2, expected 0 or 1: ' if capability == '8.0' else '')
+    assert bool(out.stdout) == (capability == '8.0')
