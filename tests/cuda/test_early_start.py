@@ -41,16 +41,16 @@ def test_nvcc_moves_no_access_before_the_wait(file, tmp_path):
 
 KERNEL = '''\
 .visible .entry early(
-	.param .u64 early_param_0
+    .param .u64 early_param_0
 )
 {
-	ld.param.u64 	%rd1, [early_param_0];
-	st.shared.u32 	[%r1], %r2;
-	mbarrier.init.shared::cta.b64 [%r1], %r2;
-	BEFORE
-	griddepcontrol.wait;
-	ld.global.f32 	%f1, [%rd1];
-	ret;
+    ld.param.u64     %rd1, [early_param_0];
+    st.shared.u32     [%r1], %r2;
+    mbarrier.init.shared::cta.b64 [%r1], %r2;
+    BEFORE
+    griddepcontrol.wait;
+    ld.global.f32     %f1, [%rd1];
+    ret;
 
 }
 '''
