@@ -21,8 +21,7 @@ pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_
     (void)stream;
     const pyops_status status = check("embedding_forward", ids, R, V, E);
     if (status) return status;
-    #pragma omp parallel for schedule(static) if (R * E > PYOPS_SHARE_FLOATS)
-    for (int64_t r = 0; r < R; r++) memcpy(y + r * E, weight + ids[r] * E, (size_t)E * sizeof *y);
+    PYOPS_FOR(r, R, R * E > PYOPS_SHARE_FLOATS, { memcpy(y + r * E, weight + ids[r] * E, (size_t)E * sizeof *y); });
     return PYOPS_OK;
 }
 

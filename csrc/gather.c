@@ -111,8 +111,7 @@ pyops_status pyops_scatter_rows(float *y, const float *x, const int32_t *rows, i
     for (int64_t r = 0; r < R; r++)
         PYOPS_REQUIRE(rows[r] >= 0 && rows[r] < N, "scatter_rows: rows[%lld]=%d, expected 0 to %lld", LL(r), rows[r],
                       LL(N - 1));
-    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
-    for (int64_t r = 0; r < R; r++) memcpy(y + rows[r] * C, x + r * C, (size_t)C * sizeof *y);
+    PYOPS_FOR(r, R, R * C > PYOPS_SHARE_FLOATS, { memcpy(y + rows[r] * C, x + r * C, (size_t)C * sizeof *y); });
     return PYOPS_OK;
 }
 

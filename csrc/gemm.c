@@ -304,8 +304,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     const int tiny = is_tiny(k, (pyops_view){b, b_row, b_col}, M, N, K);
     const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : most;
     int failed = 0;
-    #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
-    for (int64_t i = 0; i < products; i++) {
+    PYOPS_FOR(i, products, threads > 1, {
         float *c_i = c, *scratch;
         pyops_view a_i = {a, a_row, a_col}, b_i = {b, b_row, b_col};
         for (int64_t d = n - 1, rest = i; d >= 0; d--) {
@@ -320,7 +319,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
         } else if ((scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed))) {
             pyops_product(k, c_i, ldc, a_i, b_i, NULL, M, N, K, flags, scratch);
         }
-    }
+    });
     if (status || failed)
         return pyops_fail(PYOPS_NO_MEMORY, "gemm_batched: no memory for %zu packed floats per thread",
                           pyops_product_scratch(k));

@@ -69,13 +69,12 @@ pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, 
     PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "argmax: R=%lld C=%lld, expected R >= 0, C from 1 to 2^31 - 1", LL(R),
                   LL(C));
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
-    for (int64_t r = 0; r < R; r++) {
+    PYOPS_FOR(r, R, R * C > PYOPS_SHARE_FLOATS, {
         const float *x_r = x + r * C, m = k->max(x_r, C);
         int64_t c = 0;
         while (c < C - 1 && !(x_r[c] == m || x_r[c] != x_r[c])) c++;
         index[r] = (int32_t)c;
-    }
+    });
     return PYOPS_OK;
 }
 

@@ -88,8 +88,7 @@ static void softmax_along(const softmax_call *s) {
     const int64_t blocks = (s->inner + COLUMNS - 1) / COLUMNS, each = is_row ? rows_each : LANES;
     const int64_t units = is_row || is_gathered ? (sums + each - 1) / each : s->outer * blocks;
     if (!sums || !n) return;
-    #pragma omp parallel for schedule(static) if (sums * n > PYOPS_SHARE_EXPS)
-    for (int64_t u = 0; u < units; u++) {
+    PYOPS_FOR(u, units, sums * n > PYOPS_SHARE_EXPS, {
         if (is_row) {
             const int64_t at = u * each * n, rows = pyops_min(each, sums - u * each);
             if (s->y) k->softmax_rows_back(s->to + at, s->x + at, s->y + at, rows, n, s->log);
@@ -100,7 +99,7 @@ static void softmax_along(const softmax_call *s) {
             const int64_t c = u % blocks * COLUMNS, at = u / blocks * n * s->inner + c;
             softmax_block(k, s, s->to + at, s->x + at, s->y ? s->y + at : NULL, s->inner, pyops_min(COLUMNS, s->inner - c));
         }
-    }
+    });
 }
 
 pyops_status pyops_softmax_forward(float *y, const float *x, int64_t outer, int64_t n, int64_t inner, int32_t log,

@@ -54,14 +54,13 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
     const int64_t inner = s.size[s.n - 1], chunks = (inner + CHUNK - 1) / CHUNK, units = rows_of(&s) * chunks;
     int64_t step[OPERANDS] = {0};
     for (int o = 0; o < operands; o++) step[o] = s.stride[o][s.n - 1];
-    #pragma omp parallel for schedule(static) if (units * inner > PYOPS_SHARE_FLOATS)
-    for (int64_t u = 0; u < units; u++) {
+    PYOPS_FOR(u, units, units * inner > PYOPS_SHARE_FLOATS, {
         const int64_t from = u % chunks * CHUNK;
         char *p[OPERANDS];
         locate(&s, operands, base, u / chunks, p);
         for (int o = 0; o < operands; o++) p[o] += from * step[o];
         row(p, step, pyops_min(CHUNK, inner - from), op);
-    }
+    });
 }
 
 PYOPS_FLOOR_DIVISION(double, double, fmod, floor, copysign)
@@ -265,32 +264,30 @@ pyops_status pyops_argmax_double(int32_t *y, const double *x, int64_t R, int64_t
 /* ---- sorting: merge sort of the indices, from runs of 1 upwards ---- */
 static int in_order(double a, double b) { return a <= b || b != b; }            /* NaN is last */
 
+static void argsort_row(int32_t *y, const double *row, int64_t C, int32_t *spare) {
+    int32_t *from = y, *to = spare;
+    for (int64_t c = 0; c < C; c++) from[c] = (int32_t)c;
+    for (int64_t run = 1; run < C; run *= 2) {
+        for (int64_t left = 0; left < C; left += 2 * run) {
+            const int64_t middle = pyops_min(left + run, C), end = pyops_min(left + 2 * run, C);
+            int64_t i = left, j = middle;
+            for (int64_t k = left; k < end; k++)
+                to[k] = i < middle && (j == end || in_order(row[from[i]], row[from[j]])) ? from[i++] : from[j++];
+        }
+        int32_t *const sorted = to;
+        to = from, from = sorted;
+    }
+    if (from != y) memcpy(y, from, (size_t)C * sizeof *y);
+}
+
 pyops_status pyops_argsort_double(int32_t *y, const double *x, int64_t R, int64_t C, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(R >= 0 && C >= 0, "argsort_double: R=%lld C=%lld, expected at least 0", LL(R), LL(C));
     int failed = 0;
-    #pragma omp parallel if (R * C > PYOPS_SHARE_EXPS)
-    {
+    PYOPS_FOR(r, R, R * C > PYOPS_SHARE_EXPS, {
         int32_t *const spare = (int32_t *)pyops_scratch_or_fail((size_t)C, &failed);
-        #pragma omp for schedule(static)
-        for (int64_t r = 0; r < R; r++) {
-            if (!spare) continue;
-            const double *const row = x + r * C;
-            int32_t *from = y + r * C, *to = spare;
-            for (int64_t c = 0; c < C; c++) from[c] = (int32_t)c;
-            for (int64_t run = 1; run < C; run *= 2) {
-                for (int64_t left = 0; left < C; left += 2 * run) {
-                    const int64_t middle = pyops_min(left + run, C), end = pyops_min(left + 2 * run, C);
-                    int64_t i = left, j = middle;
-                    for (int64_t k = left; k < end; k++)
-                        to[k] = i < middle && (j == end || in_order(row[from[i]], row[from[j]])) ? from[i++] : from[j++];
-                }
-                int32_t *const sorted = to;
-                to = from, from = sorted;
-            }
-            if (from != y + r * C) memcpy(y + r * C, from, (size_t)C * sizeof *y);
-        }
-    }
+        if (spare) argsort_row(y + r * C, x + r * C, C, spare);
+    });
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "argsort_double: no memory for %lld indices", LL(C)) : PYOPS_OK;
 }
 
@@ -315,8 +312,7 @@ pyops_status pyops_matmul_double(double *y, const double *a, const double *b, co
     if (status) return status;
     int64_t count = 1;
     for (int64_t d = 0; d < ndim; d++) count *= shape[d];
-    #pragma omp parallel for schedule(static) if (count * M * N * K > PYOPS_SHARE_FMAS)
-    for (int64_t row = 0; row < count * M; row++) {
+    PYOPS_FOR(row, count * M, count * M * N * K > PYOPS_SHARE_FMAS, {
         int64_t rest = row / M, at[3] = {row % M * ldy, row % M * a_row, 0};
         for (int64_t d = ndim - 1; d >= 0; d--) {
             for (int o = 0; o < 3; o++) at[o] += rest % shape[d] * strides[o * ndim + d];
@@ -334,6 +330,6 @@ pyops_status pyops_matmul_double(double *y, const double *a, const double *b, co
         }
         for (int64_t n = 0; n < N; n++)
             for (int64_t k = 0; k < K; k++) to[n] += a[at[1] + k * a_col] * b[at[2] + k * b_row + n * b_col];
-    }
+    });
     return PYOPS_OK;
 }
