@@ -80,7 +80,7 @@ PYOPS_API pyops_status pyops_replay(
 /* A recording is a list of calls for arrays that have other addresses in every run: places name the pointers among the values,
  * which become arrays[array] + offset bytes.  Array 0 and 1 are results, 2 to 4 operands, 5 is memory for intermediate results.
  * On the CPU only, for small arrays; several threads may run one recording. */
-enum { PYOPS_RECORDED_VALUES = 512 };                              /* the most values of a recording */
+enum { PYOPS_RECORDED_VALUES = 512, PYOPS_RECORDED_WORK = 4096 };  /* the most values; bytes of the memory in run_recording_1 */
 typedef struct { int64_t value, array, offset; } pyops_place;
 typedef struct {
     const pyops_action *actions; const pyops_value *values; const pyops_place *places;
@@ -89,6 +89,8 @@ typedef struct {
 
 PYOPS_API pyops_status pyops_run_recording(
     const pyops_recording *recording, void *y, void *z, void *a, void *b, void *c, void *work);
+/* The same for one result, at most two operands and little work: from Python each argument costs as much as a small kernel. */
+PYOPS_API pyops_status pyops_run_recording_1(const pyops_recording *recording, void *y, void *a, void *b);
 /* Measure peak throughput: n rounds of independent fused multiply-adds in registers, on every thread.
  * flops[0] = the number of floating point operations. */
 PYOPS_API pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream);

@@ -27,10 +27,9 @@ pyops_status pyops_replay(const pyops_action *actions, const pyops_value *values
     return PYOPS_OK;
 }
 
-pyops_status pyops_run_recording(const pyops_recording *recording, void *y, void *z, void *a, void *b, void *c, void *work) {
-    char *const arrays[] = {y, z, a, b, c, work};
+static pyops_status run_recording(const char *who, const pyops_recording *recording, char *const *arrays) {
     const int64_t count = recording->value_count;
-    PYOPS_REQUIRE(count >= 0 && count <= PYOPS_RECORDED_VALUES, "run_recording: value_count=%lld, expected 0 to %d", LL(count),
+    PYOPS_REQUIRE(count >= 0 && count <= PYOPS_RECORDED_VALUES, "%s: value_count=%lld, expected 0 to %d", who, LL(count),
                   PYOPS_RECORDED_VALUES);
     pyops_value values[PYOPS_RECORDED_VALUES];          /* a copy, since another thread may run the recording */
     for (int64_t i = 0; i < count; i++) values[i] = recording->values[i];
@@ -38,6 +37,15 @@ pyops_status pyops_run_recording(const pyops_recording *recording, void *y, void
         values[place->value].pointer = arrays[place->array] + place->offset;
     int64_t at;
     return pyops_replay(recording->actions, values, NULL, &at, 0, recording->action_count, NULL);
+}
+
+pyops_status pyops_run_recording(const pyops_recording *recording, void *y, void *z, void *a, void *b, void *c, void *work) {
+    return run_recording("run_recording", recording, (char *[]){y, z, a, b, c, work});
+}
+
+pyops_status pyops_run_recording_1(const pyops_recording *recording, void *y, void *a, void *b) {
+    _Alignas(64) char work[PYOPS_RECORDED_WORK];
+    return run_recording("run_recording_1", recording, (char *[]){y, NULL, a, b, NULL, work});
 }
 
 pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {

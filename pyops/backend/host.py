@@ -24,7 +24,7 @@ _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 # small_memory(kind, n): a pointer to n new elements, which owns them;  zeroed_memory: to zeros
 small_memory, zeroed_memory = _ffi.new_allocator(should_clear_after_alloc=False), _ffi.new_allocator()
 # buffer_over(pointer): Python's buffer over the elements;  unpacked(pointer, n): n of them as a list
-buffer_over, unpacked, _new_object = _ffi.buffer, _ffi.unpack, object.__new__
+buffer_over, unpacked = _ffi.buffer, _ffi.unpack
 
 
 def as_floats(pointer):
@@ -182,30 +182,26 @@ class _Lease:
 class SmallBuffer(Buffer):
     """A Buffer whose memory belongs to the pointer and is freed with it: from Python the cheapest memory to get.
 
-    The numpy array over it, `owner`, is created when it is first asked for, and keeps the memory alive, too.
+    The numpy array over it, `owner`, is created when it is first asked for, and keeps the memory alive, too.  Setting an
+    attribute takes time, so `device` (HOST) and `foreign` belong to the class.
     """
     __slots__ = ('_owner',)
+    foreign = False
+
+    def __init__(self, pointer, nbytes):
+        self.pointer, self.nbytes, self.version, self.mask = pointer, nbytes, 0, None
 
     @property
     def owner(self):
-        if self._owner is None and self.pointer is not None:
-            self._owner = np.frombuffer(_ffi.buffer(self.pointer), _DTYPES[_ffi.typeof(self.pointer)])
-        return self._owner
+        try:
+            return self._owner
+        except AttributeError:      # not yet created
+            if self.pointer is not None:
+                self._owner = np.frombuffer(_ffi.buffer(self.pointer), _DTYPES[_ffi.typeof(self.pointer)])
+                return self._owner
 
     def free(self):
         self._owner = self.pointer = None
-
-
-def small_buffer(pointer, nbytes):
-    """Return a SmallBuffer over memory from `small_memory`.  Not __init__, which would take twice as long."""
-    buffer = _new_object(SmallBuffer)
-    buffer.device = HOST
-    buffer.pointer = pointer
-    buffer.nbytes = nbytes
-    buffer.foreign = False
-    buffer.version = 0
-    buffer.mask = buffer.pinned = buffer._owner = None
-    return buffer
 
 
 class CPU(KernelOperations, Host):
@@ -247,7 +243,7 @@ class CPU(KernelOperations, Host):
         count = math.prod(shape)
         if state.on_allocate is not None or dtype not in KINDS or not 0 < count * dtype.itemsize <= SMALL:
             return super().allocate(shape, dtype, name)
-        return small_buffer(small_memory(KINDS[dtype], count), count * dtype.itemsize)
+        return SmallBuffer(small_memory(KINDS[dtype], count), count * dtype.itemsize)
 
     # ---- operations on NDArrays
 
@@ -303,4 +299,4 @@ class CPU(KernelOperations, Host):
             super().reduce(op, y, x)
 
 
-HOST = CPU()
+HOST = SmallBuffer.device = CPU()

@@ -94,8 +94,9 @@ class Recorder(CPU):
 
 def _recorded(array_type, function, args, named):
     """Run function(*args, **named) on a Recorder.  Return (Recording, function of the library, its first argument, NULL for
-    each missing operand, doubles of intermediate results, results, whether they are a tuple); a result is (kind of pointer,
-    elements, bytes, shape, strides, dtype, Buffer.mask).  NotRecordable, or what the function raises."""
+    each missing operand, (doubles of intermediate results, results, whether they are a tuple), *the first result), where the
+    fifth is None for pyops_run_recording_1; a result is (kind of pointer, elements, bytes, shape, strides, dtype, Buffer.mask).
+    NotRecordable, or what the function raises."""
     recorder, count = Recorder(), itertools.count()
 
     def stand_in(x):
@@ -148,8 +149,11 @@ def _recorded(array_type, function, args, named):
     recording = Recording(calls, HOST, places, kept)
     described = [(KINDS[y.dtype], y.size, y.nbytes, y.shape, row_major(y.shape), y.dtype, mask)
                  for y, mask in zip(ys, masks, strict=True)]
-    missing = (NULL,) * (MOST_OPERANDS - operands)
-    return recording, recording.function, recording.described, missing, nbytes // 8, described, isinstance(found, tuple)
+    lib, several = library.cpu().lib, None
+    launch, most = lib.pyops_run_recording_1, 2
+    if isinstance(found, tuple) or operands > most or nbytes > lib.PYOPS_RECORDED_WORK:
+        launch, most, several = lib.pyops_run_recording, MOST_OPERANDS, (nbytes // 8, described, isinstance(found, tuple))
+    return recording, launch, recording.described, (NULL,) * (most - operands), several, *described[0]
 
 
 def _typed(value):
@@ -179,23 +183,24 @@ def recorded(array_type, function):
     def run(*args, **named):
         if state.hooked_thread is not None:
             return function(*args, **named)
-        key, pointers = (), []
+        key, pointers = [], []
         try:
             for value in (*args, *named.values()) if named else args:
                 kind = value.__class__
                 if kind is array_type:
-                    buffer = value.buffer
-                    mask = buffer.mask
-                    if buffer.device is not HOST or (mask is not None and mask != buffer.version):
+                    buffer, offset = value.buffer, value.offset
+                    mask, pointer = buffer.mask, buffer.pointer
+                    if buffer.device is not HOST or pointer is None or (mask is not None and mask != buffer.version):
                         return function(*args, **named)
                     key += value.shape, value.strides, value.dtype, mask is None
-                    pointers.append(buffer.pointer + value.offset)
+                    pointers.append(pointer + offset if offset else pointer)
                 else:
-                    key += (value if kind is int or value is None else _typed(value)),
-        except TypeError:                       # freed memory, another kind of argument
+                    key.append(value if kind is int or value is None else _typed(value))
+        except TypeError:                       # another kind of argument
             return function(*args, **named)
         if named:
-            key += (dict, *named),
+            key += dict, *named
+        key = tuple(key)
         call = found.get(key)
         if call.__class__ is not tuple:
             if call is None:
@@ -208,25 +213,24 @@ def recorded(array_type, function):
                 except Exception:               # the function raises its errors below
                     found[key] = _NEVER
             return function(*args, **named)
-        _, launch, recording, missing, words, results, is_tuple = call
-        work = small_memory(_WORDS, words) if words else NULL
-        if not is_tuple:                        # the same without loops, which take as long as a kernel
-            kind, count, nbytes, shape, strides, dtype, mask = results[0]
+        _, launch, recording, missing, several, kind, count, nbytes, shape, strides, dtype, mask = call
+        if several is None:                     # the same without loops, which take as long as a kernel
             pointer = small_memory(kind, count)
-            if launch(recording, pointer, NULL, *pointers, *missing, work):
+            if launch(recording, pointer, *pointers, *missing):
                 return function(*args, **named)     # which raises the error
             y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
             if mask is not None:
                 y.buffer.mask = mask
             return y
+        words, results, is_tuple = several
         made = [small_memory(result[0], result[1]) for result in results]
-        if launch(recording, *made, *(NULL,) * (MOST_RESULTS - len(made)), *pointers, *missing, work):
+        if launch(recording, *made, *(NULL,) * (MOST_RESULTS - len(made)), *pointers, *missing, small_memory(_WORDS, words)):
             return function(*args, **named)
         ys = []
         for pointer, (_, _, nbytes, shape, strides, dtype, mask) in zip(made, results, strict=True):
             y = new_array(array_type, pointer, nbytes, shape, strides, dtype)
             y.buffer.mask = mask
             ys.append(y)
-        return tuple(ys)
+        return tuple(ys) if is_tuple else ys[0]
     run.recordings = found
     return run

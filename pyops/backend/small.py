@@ -20,9 +20,9 @@ from pyops.backend.host import (
     KINDS,
     NULL,
     SMALL,
+    SmallBuffer,
     as_floats,
     buffer_over,
-    small_buffer,
     small_memory,
     zeroed_memory,
 )
@@ -41,9 +41,14 @@ _new_object = object.__new__
 
 
 def new_array(array_type, pointer, nbytes, shape, strides, dtype):
-    """Return a compact array over new memory.  Setting the attributes here takes half the time of __init__."""
+    """Return a compact array over new memory.  Setting the attributes here takes half the time of __init__ of the two."""
+    buffer = _new_object(SmallBuffer)
+    buffer.pointer = pointer
+    buffer.nbytes = nbytes
+    buffer.version = 0
+    buffer.mask = None
     y = _new_object(array_type)
-    y.buffer = small_buffer(pointer, nbytes)
+    y.buffer = buffer
     y.offset = 0
     y.shape = shape
     y.strides = strides

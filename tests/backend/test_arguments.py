@@ -130,7 +130,7 @@ BOUNDS = [
     ('muon_polynomial', {'n': 0}, 'count>=0 count<=65535 n>=0'),
     ('muon_update', {'n': 0}, 'count>=0 count<=65535 n>=0 weight_decay>=0'),
     ('replay', {'from': 0, 'to': 0}, ''),
-    ('run_recording', {}, ''),
+    *((name, {}, '') for name in ('run_recording', 'run_recording_1')),
 ]
 WITHOUT_BOUNDS = {'increment', 'tick'}       # no argument can be wrong
 OF_THE_STATE = {'set_threads', 'set_precision', 'set_exact'}        # tests/backend/test_kernels.py and test_exact.py
@@ -320,7 +320,8 @@ REFUSED = [
     *(('scaled_quantize', {'rule': rule}, f'format=1, expected 3 with rule {rule}') for rule in (6, 7)),
     *(('hadamard', {'block': block}, f'block={block}, expected a power of two from 1 to 32') for block in (3, 12, 64)),
     ('linear_activation_backward', {'dx': None}, 'dx is NULL, expected an array'),
-    *(('run_recording', {'recording': [0, 0, 0, 0, count]}, f'value_count={count}, expected 0 to') for count in (-1, 10**6)),
+    *((name, {'recording': [0, 0, 0, 0, count]}, f'value_count={count}, expected 0 to')
+      for name in ('run_recording', 'run_recording_1') for count in (-1, 10**6)),
     ('replay', {'to': 1, 'actions': [-1, 0]}, 'action 0: kernel=-1, expected 0 to'),
     ('replay', {'from': 1, 'to': 2, 'actions': [0, 0, 10**6, 0]}, 'action 1: kernel=1000000, expected 0 to'),
 ]

@@ -7,6 +7,7 @@ import pytest
 from places import ON_GPU
 
 from pyops import backend, ndarray
+from pyops.backend import library
 from pyops.backend.host import HOST
 from pyops.backend.recorded import MOST_RECORDINGS, recorded
 from pyops.ndarray import NDArray, array
@@ -114,6 +115,18 @@ def test_each_of_these_operations_is_recorded(name):
         for _ in range(2):
             call(x)
         assert is_recorded(FUNCTIONS[name]) == ((name, i) not in VIEWS), i
+
+
+@pytest.mark.parametrize('n', [50, 900])
+def test_intermediate_results_of_any_size_have_memory(n):
+    """Few bytes of them are on the stack of pyops_run_recording_1, more are allocated."""
+    x = array(np.random.default_rng(n).permutation(n))
+    forget()
+    for _ in range(4):
+        assert x.sort().tolist() == list(range(n))
+    call, = NDArray.sort.recordings.values()
+    lib = library.cpu().lib
+    assert call[1] == (lib.pyops_run_recording_1 if n == 50 else lib.pyops_run_recording)
 
 
 def test_results_are_new_memory_and_operands_do_not_change():
