@@ -667,7 +667,7 @@ class Methods:
     @accepts_torch_names
     def squeeze(self, axis: Axis = None) -> Self:
         """Remove axes of size 1: these, or all.  ValueError if one has another size."""
-        return self.reshape(_squeezed(self.shape, as_axes(axis)))
+        return self._reshape(_squeezed(self.shape, as_axes(axis)))
 
     @accepts_torch_names
     def unsqueeze(self, axis: Axis) -> Self:
@@ -675,7 +675,7 @@ class Methods:
         axes = as_axes(axis)
         ndim = self.ndim + (len(axes) if isinstance(axes, tuple) else 1)
         at, sizes = normal_axes(axes, ndim), iter(self.shape)
-        return self.reshape(tuple(1 if d in at else next(sizes) for d in range(ndim)))
+        return self._reshape(tuple([1 if d in at else next(sizes) for d in range(ndim)]))
 
     expand_dims = unsqueeze
 
@@ -690,7 +690,11 @@ class Methods:
 
     def ravel(self) -> Self:
         """Return the elements as one axis: a view if strides allow it."""
-        return self.reshape(-1)
+        return self._reshape((-1,))
+
+    def _reshape(self, shape: Shape) -> Self:
+        """Do what reshape does, for a tuple of ints."""
+        return self.reshape(shape)
 
     def view(self, *shape: Any) -> Self:
         """PyTorch's name of reshape.  It copies if strides require it."""

@@ -46,6 +46,7 @@ _COMPARISONS = frozenset(('equal', 'not_equal', 'less', 'less_equal', 'greater',
 _KEEPS_MASKS, _MIXES_MASKS = frozenset(('multiply', 'maximum', 'minimum')), frozenset(('add', 'subtract'))
 _BASIC = frozenset((int, slice, type(None), type(Ellipsis)))        # types of indices that select a view
 _UNSURE = -1            # Buffer.mask of such a sum or difference; never a version
+_new_object, _index = object.__new__, operator.index
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -163,6 +164,45 @@ def _view_strides(shape: Shape, strides: Shape, to: Shape) -> Shape | None:
     return tuple([0 if n == 1 else next(steps) for n in to])
 
 
+@functools.lru_cache(8192)
+def _reshaped(shape: Shape, strides: Shape, asked: Shape) -> tuple[Shape, Shape | None]:
+    """Return `asked` with -1 replaced by the size that fits, and the strides of that view; None if it requires a copy."""
+    size = math.prod(shape)
+    if -1 in asked:
+        rest = -math.prod(asked)
+        known = rest > 0 and asked.count(-1) == 1 and size % rest == 0
+        to = tuple([size // rest if n == -1 else n for n in asked]) if known else None
+    else:
+        to = asked if min(asked, default=0) >= 0 and math.prod(asked) == size else None
+    if to is None:
+        raise ValueError(f'cannot reshape array of shape {shape} into shape {asked}')
+    return to, _view_strides(shape, strides, _checked(to))
+
+
+@functools.lru_cache(8192)
+def _permuted(shape: Shape, strides: Shape, order: Shape) -> tuple[Shape, Shape]:
+    """Return shape and strides with the axes in this order."""
+    return tuple([shape[d] for d in order]), tuple([strides[d] for d in order])
+
+
+def _part(selected: slice, n: int) -> tuple[int, int, int]:
+    """Return the first number that a slice selects of 0 ... n - 1, 0 if there is none, how many it selects, and the step."""
+    start, stop, by = selected.indices(n)
+    count = stop - start if by == 1 else len(range(start, stop, by))
+    return (start, count, by) if count > 0 else (0, 0, by)
+
+
+def _view(x: NDArray, offset: int, shape: Shape, strides: Shape) -> NDArray:
+    """Return a view of x.  Setting the attributes here takes half the time of __init__."""
+    y = _new_object(NDArray)
+    y.buffer = x.buffer
+    y.offset = offset
+    y.shape = shape
+    y.strides = strides
+    y.dtype = x.dtype
+    return y
+
+
 # ---- the array -------------------------------------------------------------------------------------------------------
 
 class NDArray(Array, Methods):
@@ -172,7 +212,7 @@ class NDArray(Array, Methods):
 
     @property
     def T(self) -> NDArray:
-        return NDArray(self.buffer, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)      # the fast path
+        return _view(self, self.offset, self.shape[::-1], self.strides[::-1])       # the fast path
 
     @property
     def is_mask(self) -> bool:
@@ -315,21 +355,13 @@ class NDArray(Array, Methods):
 
         One size may be -1 and is inferred.  Raises ValueError if the number of elements differs.
         """
-        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        shape = tuple(operator.index(n) for n in (shape if isinstance(shape, tuple | list) else (shape,)))
-        size = self.size
-        if -1 in shape:
-            rest = -math.prod(shape)
-            known = rest > 0 and shape.count(-1) == 1 and size % rest == 0
-            to = tuple(size // rest if n == -1 else n for n in shape) if known else None
-        else:
-            to = shape if min(shape, default=0) >= 0 and math.prod(shape) == size else None
-        if to is None:
-            raise ValueError(f'cannot reshape array of shape {self.shape} into shape {shape}')
-        strides = _view_strides(self.shape, self.strides, _checked(to))
-        if strides is None:
-            return self.copy().reshape(to)
-        return NDArray(self.buffer, self.offset, to, strides, self.dtype)
+        if len(shape) == 1 and type(shape[0]) is not int:
+            shape = shape[0] if isinstance(shape[0], tuple) else tuple(shape[0]) if isinstance(shape[0], list) else shape
+        return self._reshape(tuple(map(_index, shape)))
+
+    def _reshape(self, shape: Shape) -> NDArray:
+        to, strides = _reshaped(self.shape, self.strides, shape)
+        return _view(self, self.offset, to, strides) if strides is not None else self.copy()._reshape(to)
 
     @accepts_tuple('axes', 'dims')
     def permute(self, *axes: Any) -> NDArray:
@@ -337,8 +369,7 @@ class NDArray(Array, Methods):
         order = normal_axes(several(axes), len(self.shape))
         if len(order) != len(self.shape):
             raise ValueError(f"permute: axes {several(axes)} don't match shape {self.shape}")
-        return NDArray(self.buffer, self.offset, tuple([self.shape[d] for d in order]),
-                       tuple([self.strides[d] for d in order]), self.dtype)
+        return _view(self, self.offset, *_permuted(self.shape, self.strides, order))
 
     @accepts_tuple('shape')
     def broadcast_to(self, *shape: Any) -> NDArray:
@@ -347,7 +378,7 @@ class NDArray(Array, Methods):
         if not _fits(self.shape, shape):
             raise ValueError(f'could not broadcast array from shape {self.shape} into shape {shape}')
         steps = [0 if n == 1 else step for n, step in zip(self.shape, self.strides, strict=True)]
-        return NDArray(self.buffer, self.offset, shape, (0,) * (len(shape) - len(steps)) + tuple(steps), self.dtype)
+        return _view(self, self.offset, shape, (0,) * (len(shape) - len(steps)) + tuple(steps))
 
     @accepts_torch_names
     def flip(self, *axes: Any, axis: Axis = None) -> NDArray:
@@ -356,19 +387,21 @@ class NDArray(Array, Methods):
         for d in flipped_axes(axes, axis, self.ndim):
             offset += max(self.shape[d] - 1, 0) * strides[d]
             strides[d] = -strides[d]
-        return NDArray(self.buffer, offset, self.shape, tuple(strides), self.dtype)
+        return _view(self, offset, self.shape, tuple(strides))
 
     def __getitem__(self, index: Index) -> NDArray:
         """Return a view for integers, slices, Ellipsis and None; a copy for an index with arrays or lists of integers, masks or
         bools, as numpy's."""
-        if is_advanced(index):
-            if type(index) is tuple:
+        kind = type(index)
+        if kind is int and self.shape and 0 <= index < self.shape[0]:           # type: ignore[operator]  # the fast path
+            return _view(self, self.offset + index * self.strides[0], self.shape[1:], self.strides[1:])
+        if kind not in _BASIC and is_advanced(index):
+            if kind is tuple:
                 return _small_gathered(self, *index)
-            if type(index) is list or type(index) is NDArray and index.buffer.mask is None:
+            if kind is list or kind is NDArray and index.buffer.mask is None:
                 return _small_gathered(self, index)
             return self._at(index)
-        offset, shape, strides = self._select(index)
-        return NDArray(self.buffer, offset, shape, strides, self.dtype)
+        return _view(self, *self._select(index))
 
     def _at(self, index: Any) -> NDArray:
         """Return a copy of the elements at an index with arrays."""
@@ -380,8 +413,13 @@ class NDArray(Array, Methods):
         return gathered(self, index) if y is None else y
 
     def _select(self, index: Index) -> tuple[int, Shape, Shape]:
-        if type(index) is int and self.shape:
-            return self.offset + self._position(index, 0) * self.strides[0], self.shape[1:], self.strides[1:]
+        if self.shape:                  # the most frequent indices without the loop
+            if type(index) is int:
+                return self.offset + self._position(index, 0) * self.strides[0], self.shape[1:], self.strides[1:]
+            if type(index) is slice:
+                start, count, by = _part(index, self.shape[0])
+                step = self.strides[0]
+                return self.offset + start * step, (count,) + self.shape[1:], (step * by,) + self.strides[1:]   # noqa: RUF005
         items = index if type(index) is tuple else (index,)
         offset, shape, strides, axis = self.offset, [], [], 0
         wanted = sum([item is not None and item is not Ellipsis for item in items])
@@ -403,10 +441,8 @@ class NDArray(Array, Methods):
                 continue
             n, step = self.shape[axis], self.strides[axis]
             if type(item) is slice:
-                start, stop, by = item.indices(n)
-                count = len(range(start, stop, by))
-                if count:
-                    offset += start * step
+                start, count, by = _part(item, n)
+                offset += start * step
                 shape.append(count)
                 strides.append(step * by)
             else:
@@ -745,8 +781,17 @@ class NDArray(Array, Methods):
     # ---- products ----------------------------------------------------------------------------------
 
     def __matmul__(self, other: Numbers) -> NDArray:
+        y = _small_matmul(self, other) if type(other) is NDArray else None
+        if y is not None:
+            return y
         matrix = _operand(other, self)
         return matrix if matrix is NotImplemented else _matmul(self, matrix)
+
+    def dot(self, other: Numbers) -> NDArray:
+        """Return the sum of products over the last axis of x and the last but one of `other` (its only one if it is a
+        vector)."""
+        y = _small_matmul(self, other) if type(other) is NDArray and len(other.shape) <= 2 else None
+        return super().dot(other) if y is None else y
 
     def __rmatmul__(self, other: Numbers) -> NDArray:
         matrix = _operand(other, self)
@@ -970,7 +1015,7 @@ _operators()
 
 
 # methods of several kernels, which run as one call for small arrays
-_RECORDED = ('round', '__round__', 'sign', 'isfinite', 'isinf', 'ceil', 'clip', 'clamp', 'tril', 'triu', 'dot', 'mean', 'var',
+_RECORDED = ('round', '__round__', 'sign', 'isfinite', 'isinf', 'ceil', 'clip', 'clamp', 'tril', 'triu', 'mean', 'var',
              'std', 'ptp', 'norm', 'any', 'all', 'argmax', 'argmin', 'logsumexp', 'softmax', 'log_softmax', 'argsort', 'sort',
              'topk', 'repeat', 'repeat_interleave', 'tile', 'roll', 'diagonal', 'trace', 'pad', 'prod', 'cumsum', 'cumprod',
              'take', 'index_select', '_running', '_sorting')
@@ -1256,6 +1301,10 @@ def array(obj: Numbers, dtype: DTypeLike | None = None, device: Device | None = 
     numbers.
     Raises TypeError for other dtypes, OverflowError for integers outside int32, ValueError for more than 8 axes.
     """
+    if type(obj) is list and not _is_bool(dtype):
+        y = _small_from_list(obj, dtype if dtype is None else _dtype(dtype), device)
+        if y is not None:
+            return y
     is_mask = False
     if isinstance(obj, NDArray):
         if device is None or device is obj.device:
@@ -1302,6 +1351,7 @@ def _kind_of(number: type, dtype: DTypeLike | None) -> tuple[np.dtype, bool]:
 
 
 _small_full, _small_from_numpy = small.full(NDArray, _kind_of), small.from_numpy(NDArray)
+_small_from_list = small.from_list(NDArray)
 
 
 def full(shape: Shape | int, value: float, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
@@ -1330,6 +1380,10 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: DTyp
            device: Device | None = None) -> NDArray:
     """Return start, start + step, ... below stop, like np.arange."""
     start, stop = (0, start) if stop is None else (start, stop)
+    if type(start) is type(stop) is type(step) is int and start in _INT_RANGE and stop in _INT_RANGE and step and dtype is None:
+        y = _small_from_list(range(start, stop, step), INT, device)
+        if y is not None:
+            return y
     numbers = np.arange(start, stop, step)
     if dtype is None and numbers.dtype.kind == 'i' and numbers.size:
         _int32(int(numbers[0])), _int32(int(numbers[-1]))       # those between are in the range, too

@@ -116,6 +116,6 @@ class Recording(Calls):
             raise ValueError(f'recording: {len(self._values)} arguments, expected at most {lib.PYOPS_RECORDED_VALUES}')
         self._places = ffi.new('pyops_place[]', [(self._list[call].first_value + argument, array, offset)
                                                  for call, argument, array, offset in places])
-        self._kept = kept
+        self._kept, self.function = kept, lib.pyops_run_recording_1
         self.described = ffi.new('pyops_recording *', (self._list, self._values, self._places, len(calls), len(self._values),
                                                        len(places)))

@@ -15,7 +15,9 @@ import numpy as np
 
 from pyops.backend import library, state
 from pyops.backend.arrays import MAX_AXES, row_major
+from pyops.backend.calls import Recording
 from pyops.backend.host import (
+    ADDRESS,
     HOST,
     KINDS,
     NULL,
@@ -23,6 +25,7 @@ from pyops.backend.host import (
     SmallBuffer,
     as_floats,
     buffer_over,
+    cast,
     small_memory,
     zeroed_memory,
 )
@@ -268,6 +271,13 @@ def _of_one_array(array_type, prepared, op):
     return run
 
 
+def _as_recording(name, arguments, kept):
+    """Return the first argument of pyops_run_recording_1 for a call of a kernel, of a result and two operands.  arguments: the
+    others, pointers as addresses;  kept: the arrays at these.  Each argument of a call from Python takes as long as a small
+    product."""
+    return Recording([(name, (0, 0, 0, *arguments))], HOST, [(0, 0, 0, 0), (0, 1, 2, 0), (0, 2, 3, 0)], kept)
+
+
 def matmul(array_type):
     """Return f(a, b) for vectors, matrices and batches of them, both float32 or both float64.  The result may be large."""
     calls = {}
@@ -285,11 +295,12 @@ def matmul(array_type):
         memory = KINDS[a.dtype], count, count * a.dtype.itemsize, shape, row_major(shape), a.dtype
         strides = *a_steps[-2:], *b_steps[-2:]
         if not batch and a.dtype is FLOAT:
-            return library.cpu().lib.pyops_gemm, *memory, (NULL, M, N, K, N, *strides, 0, 0, NULL)
+            return _as_recording('gemm', (0, M, N, K, N, *strides, 0, 0), ()), *memory
         where = layout(batch, batch, row_major((*batch, M, N))[:-2], left[:-2], a_steps[:-2], right[:-2], b_steps[:-2])
+        arguments = *[int(cast(ADDRESS, found)) for found in where[:2]], len(batch), M, N, K, N, *strides
         if a.dtype is FLOAT:
-            return library.cpu().lib.pyops_gemm_batched, *memory, (*where, M, N, K, N, *strides, 0, NULL)
-        return library.cpu().lib.pyops_matmul_double, *memory, (*where, M, N, K, N, *strides, NULL)
+            return _as_recording('gemm_batched', (*arguments, 0), where), *memory
+        return _as_recording('matmul_double', arguments, where), *memory
 
     def run(a, b):
         left, right = a.buffer, b.buffer
@@ -301,11 +312,11 @@ def matmul(array_type):
             call = _remember(calls, key, prepared(a, b))
         if call is None:
             return None
-        function, kind, count, nbytes, shape, strides, dtype, arguments = call
+        recording, kind, count, nbytes, shape, strides, dtype = call
         large = HOST.allocate(shape, dtype, 'matmul') if nbytes > MOST_PRODUCTS else None
         pointer = small_memory(kind, count) if large is None else large.pointer
         try:
-            status = function(pointer, left.pointer + a.offset, right.pointer + b.offset, *arguments)
+            status = recording.function(recording.described, pointer, left.pointer + a.offset, right.pointer + b.offset)
         except TypeError:
             return None
         if status:
@@ -487,6 +498,29 @@ def from_numpy(array_type):
             with np.errstate(invalid='ignore', over='ignore'):
                 view[...] = found
         return new_array(array_type, pointer, nbytes, shape, row_major(shape), dtype)
+    return run
+
+
+def from_list(array_type):
+    """Return f(numbers, dtype, device), an array of one axis of the Python numbers in a list or range.
+
+    dtype: INT, FLOAT, DOUBLE or, for a list, None for the default.
+    """
+    def run(numbers, dtype, device):
+        count = len(numbers)
+        if (not 0 < count <= MOST_ELEMENTS or state.hooked_thread is not None
+                or device is not HOST and (device is not None or state.device is not HOST)):
+            return None
+        if numbers.__class__ is list:
+            kinds = set(map(type, numbers))
+            if not kinds <= PYTHON_NUMBERS:
+                return None
+            dtype = dtype or (FLOAT if float in kinds else INT)
+        try:
+            pointer = small_memory(KINDS[dtype], numbers if numbers.__class__ is list else list(numbers))
+        except (TypeError, OverflowError):      # a float and int32, an integer outside int32
+            return None
+        return new_array(array_type, pointer, count * dtype.itemsize, (count,), (1,), dtype)
     return run
 
 

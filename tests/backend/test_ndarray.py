@@ -88,6 +88,31 @@ def test_arrays_from_numbers_lists_and_arrays(device):
     same(b, a.numpy())
 
 
+@pytest.mark.parametrize('n', [1, 3, 64, 65])
+@pytest.mark.parametrize('dtype', [None, 'int32', 'uint8', 'float32', 'float64', bool])
+def test_a_list_becomes_what_a_numpy_array_of_it_becomes(device, n, dtype):
+    """Short lists of ints and floats take their own way."""
+    whole, real = [(7 * i - 5) % 11 for i in range(n)], np.random.default_rng(n).standard_normal(n).tolist()
+    for values in (whole, real, whole[:-1] + real[:1], [True] * n, [*whole, True], [1e300, -0.0, np.inf], [2**31 - 1, -2**31]):
+        made, want = array(values, dtype), array(np.array(values), dtype)
+        assert made.dtype is want.dtype and made.is_mask == want.is_mask and made.device is device
+        assert made.stored().tobytes() == want.stored().tobytes()
+    for values in [2**31] * n, [*whole, -2**31 - 1]:
+        with pytest.raises(OverflowError, match='out of bounds for int32'):
+            array(values, 'int32')
+
+
+def test_arange_of_ints_is_that_of_numpy(device):
+    for arguments in ((0,), (12,), (-3,), (100,), (3, 9), (9, 3), (9, 3, -2), (0, 10, 3), (-5, 5, 4), (0, -2**31, -2**30)):
+        same(ndarray.arange(*arguments), np.arange(*arguments, dtype='i'))
+    assert ndarray.arange(3, dtype='float32').dtype == np.float32 and ndarray.arange(3, device=device).device is device
+    for arguments in (2**31 - 1, 2**31 + 1), (-2**31 - 1, 0, 2**30):
+        with pytest.raises(OverflowError, match='out of bounds for int32'):
+            ndarray.arange(*arguments)
+    with pytest.raises(ZeroDivisionError):
+        ndarray.arange(0, 3, 0)
+
+
 def test_filled_arrays():
     same(ndarray.zeros((2, 3)), np.zeros((2, 3), 'f'))
     same(ndarray.ones(4, dtype='int32'), np.ones(4, 'i'))

@@ -26,7 +26,6 @@ CALLS = {
     'ceil': (lambda x: x.ceil(),), 'clip': (lambda x: x.clip(-2, 3), lambda x: x.clip(min=-0.5), lambda x: x.clip(max=2)),
     'clamp': (lambda x: x.clamp(-1.5, 1.5),),
     'tril': (lambda x: x.tril(), lambda x: x.tril(-1)), 'triu': (lambda x: x.triu(k=1),),
-    'dot': (lambda x: x.dot(x.T), lambda x: x[0].dot(x[1])),
     'mean': (lambda x: x.mean(), lambda x: x.mean(0), lambda x: x.mean((0, 1), keepdims=True), lambda x: x.mean(dim=-1)),
     'var': (lambda x: x.var(), lambda x: x.var(1, ddof=1)), 'std': (lambda x: x.std(axis=0), lambda x: x.std(unbiased=True)),
     'ptp': (lambda x: x.ptp(), lambda x: x.ptp(1, True)),
