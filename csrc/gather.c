@@ -138,3 +138,14 @@ static void split_axes(int32_t *at, int64_t count, int64_t n, const int64_t *sha
 NONZERO(pyops_nonzero, float)
 NONZERO(pyops_nonzero_int32, int32_t)
 NONZERO(pyops_nonzero_double, double)
+
+#define SELECT(name, type) \
+    int64_t name(void *y, const void *x, const type *mask, int64_t n, int64_t bytes) { \
+        int64_t count = 0; \
+        for (int64_t i = 0; i < n; i++) \
+            if (mask[i] != 0) memcpy((char *)y + count++ * bytes, (const char *)x + i * bytes, (size_t)bytes); \
+        return count; \
+    }
+SELECT(pyops_select, float)
+SELECT(pyops_select_int32, int32_t)
+SELECT(pyops_select_double, double)

@@ -284,6 +284,11 @@ PYOPS_API pyops_status pyops_cumulate_double(
 PYOPS_API int64_t pyops_nonzero(int32_t *at, const float *x, const int64_t *shape, int64_t ndim);
 PYOPS_API int64_t pyops_nonzero_int32(int32_t *at, const int32_t *x, const int64_t *shape, int64_t ndim);
 PYOPS_API int64_t pyops_nonzero_double(int32_t *at, const double *x, const int64_t *shape, int64_t ndim);
+/* Copy the rows of x (n rows of so many bytes) at which mask (n) is not 0 to y, and return their number.  y has memory for n
+ * rows.   On the CPU only. */
+PYOPS_API int64_t pyops_select(void *y, const void *x, const float *mask, int64_t n, int64_t bytes);
+PYOPS_API int64_t pyops_select_int32(void *y, const void *x, const int32_t *mask, int64_t n, int64_t bytes);
+PYOPS_API int64_t pyops_select_double(void *y, const void *x, const double *mask, int64_t n, int64_t bytes);
 
 /* Operations on strided arrays of double, on the CPU only.  from_ and to_ name the other type of a conversion.
  * matmul   y (shape, M,N) = a (shape, M,K) b (shape, K,N):  strides (3,ndim) of the batch axes as in gemm_batched, in doubles

@@ -405,7 +405,7 @@ class NDArray(Array, Methods):
 
     def _at(self, index: Any) -> NDArray:
         """Return a copy of the elements at an index with arrays."""
-        y = _small_take(self, index)
+        y = _small_select(self, index) if type(index) is NDArray else _small_take(self, index)
         if y is None:
             index = plain_index(index)
             if self.buffer.device is backend.HOST and self.size <= small.MOST_ROWS and not backend.is_recorded():
@@ -969,7 +969,7 @@ _SMALL_UNARY = {op: small.unary(NDArray, op) for op in ('copy', 'negate', 'abs',
 _SMALL_REDUCE = {op: small.reduce(NDArray, op) for op in ('sum', 'max', 'min')}
 _small_convert, _small_matmul, _small_where = small.convert(NDArray), small.matmul(NDArray), small.where(NDArray)
 _small_assign, _small_take, (_small_get, _small_put) = small.in_place('copy'), small.take(NDArray), small.elements(NDArray)
-_small_nonzero, _small_fill_where = small.nonzero(NDArray), small.fill_where(NDArray)
+_small_nonzero, _small_fill_where, _small_select = small.nonzero(NDArray), small.fill_where(NDArray), small.select(NDArray)
 _small_gathered = recorded(NDArray, lambda x, *index: x._at(index if len(index) > 1 else index[0]))
 _small_concatenate, _small_stack = small.join(NDArray, False), small.join(NDArray, True)
 
@@ -1453,6 +1453,10 @@ def _all_alike(arrays: Iterable[Numbers], who: str) -> tuple[list[NDArray], np.d
 def concatenate(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     """Join arrays along an existing axis.  ValueError if their shapes differ in another axis."""
     arrays = list(arrays)
+    return _two_concatenated(*arrays, axis) if len(arrays) == 2 else _concatenated(arrays, axis)
+
+
+def _concatenated(arrays: list[Any], axis: int) -> NDArray:
     y = _small_concatenate(arrays, axis)
     if y is not None:
         return y
@@ -1474,6 +1478,10 @@ def concatenate(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
 def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     """Join arrays of one shape along a new axis.  ValueError if shapes differ."""
     arrays = list(arrays)
+    return _two_stacked(*arrays, axis) if len(arrays) == 2 else _stacked(arrays, axis)
+
+
+def _stacked(arrays: list[Any], axis: int) -> NDArray:
     y = _small_stack(arrays, axis)
     if y is not None:
         return y
@@ -1487,6 +1495,11 @@ def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     for i, a in enumerate(arrays):
         NDArray(y.buffer, i * y.strides[d], a.shape, y.strides[:d] + y.strides[d + 1:], dtype)._write(a)
     return _as_mask(y) if all(a.is_mask for a in arrays) else y
+
+
+# one call copies both
+_two_concatenated = recorded(NDArray, lambda a, b, axis: _concatenated([a, b], axis))
+_two_stacked = recorded(NDArray, lambda a, b, axis: _stacked([a, b], axis))
 
 
 def where(condition: Any, a: Any, b: Any) -> NDArray:

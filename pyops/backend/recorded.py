@@ -160,6 +160,8 @@ def _typed(value):
     """Return an argument so that it is equal to arguments of its type alone: 1 is 1.0 and True.  TypeError for other types."""
     kind = value.__class__
     if kind is slice:
+        if value.start is value.stop is value.step is None:     # the most frequent one
+            return kind
         value = value.start, value.stop, value.step
     if (kind is tuple or kind is list or kind is slice) and len(value) <= MOST_NUMBERS:
         kinds = tuple(map(type, value))

@@ -30,12 +30,11 @@ from pyops.backend.host import (
     zeroed_memory,
 )
 from pyops.backend.operations import CONVERSIONS, DOUBLE, FLOAT, INT, layout
-from pyops.backend.pool import LEAST
 
 MOST_CALLS = 4096       # prepared calls of an operation
 MOST_ROWS = 1024        # rows of an index, which is read in Python
 MOST_ELEMENTS = 64      # that are copied in Python
-MOST_PRODUCTS = LEAST   # bytes of the products of a batch; larger memory comes from the pool
+MOST_PRODUCTS = 1 << 20  # bytes of the products of a batch; larger memory comes from the pool, in 5 us
 PYTHON_NUMBERS = frozenset((float, int))
 _FILLS = PYTHON_NUMBERS | {bool}
 _ON_INT = frozenset(('copy', 'negate', 'abs'))          # unary operations that int32 has, too
@@ -57,9 +56,6 @@ def new_array(array_type, pointer, nbytes, shape, strides, dtype):
     y.strides = strides
     y.dtype = dtype
     return y
-
-
-_function = functools.cache(lambda family, dtype: HOST.function(family, dtype))
 
 
 def _remember(calls, key, call):
@@ -384,10 +380,12 @@ def where(array_type):
 
     def prepared(condition, a, b):
         real = next((x for x in (a, b) if isinstance(x, array_type)), None)
-        if real is None or real.dtype not in KINDS or condition.dtype is not real.dtype:
+        if real is None or real.dtype not in KINDS or condition.dtype not in (INT, real.dtype):
             return None
-        operands = []
-        for x in (condition, a, b):
+        # an int32 condition is converted: what is not 0 stays so
+        conversion = None if condition.dtype is real.dtype else _conversion(condition, real.dtype)
+        operands = [(condition.shape, condition.strides if conversion is None else row_major(condition.shape))]
+        for x in (a, b):
             if x.__class__ in PYTHON_NUMBERS:
                 if x.__class__ is float and real.dtype is INT:          # the result is float32
                     return None
@@ -399,7 +397,7 @@ def where(array_type):
         shape = _broadcast(*[own for own, _ in operands])
         memory = None if shape is None else _memory_of(shape, real.dtype)
         return memory and (HOST.function('strided_where', real.dtype), *memory,
-                           *layout(shape, shape, row_major(shape), *[part for pair in operands for part in pair]))
+                           *layout(shape, shape, row_major(shape), *[part for pair in operands for part in pair]), conversion)
 
     def pointer_to(x, kind):
         if x.__class__ in PYTHON_NUMBERS:
@@ -417,11 +415,13 @@ def where(array_type):
             call = _remember(calls, key, prepared(condition, a, b))
         if call is None or (a.__class__ is array_type and a.buffer.mask is not None):      # the result may be a mask
             return None
-        function, kind, count, nbytes, shape, strides, dtype, c_shape, c_strides, ndim = call
+        function, kind, count, nbytes, shape, strides, dtype, c_shape, c_strides, ndim, conversion = call
         pointer = small_memory(kind, count)
         try:
-            status = function(pointer, condition.buffer.pointer + condition.offset, pointer_to(a, kind), pointer_to(b, kind),
-                              c_shape, c_strides, ndim, NULL)
+            chosen = condition.buffer.pointer + condition.offset
+            if conversion is not None:
+                chosen = _converted(conversion, chosen)
+            status = function(pointer, chosen, pointer_to(a, kind), pointer_to(b, kind), c_shape, c_strides, ndim, NULL)
         except (TypeError, OverflowError):      # freed memory, an array on another device, an integer outside int32
             return None
         if status:
@@ -607,20 +607,11 @@ def nonzero(array_type):
 
 
 def take(array_type):
-    """Return f(x, index) for a compact array x and an index of some rows: a list or a numpy array of one axis, of integers, or
-    a mask of the first axes of x."""
+    """Return f(x, index) for a compact array x and an index of some rows: a list or a numpy array of one axis of integers, or a
+    numpy array of bools that is a mask of the first axes of x."""
     def rows_in(index, x):
         """Return a C array of the row numbers in an index, how many they are, and the number of axes of x that it selects from;
         None for another index."""
-        if index.__class__ is array_type:
-            buffer, count = index.buffer, math.prod(index.shape)
-            if (buffer.mask is None or buffer.mask != buffer.version or buffer.device is not HOST or buffer.pointer is None
-                    or not index.shape or index.shape != x.shape[:len(index.shape)] or not 0 < count <= MOST_ROWS
-                    or index.strides != row_major(index.shape)):
-                return None
-            rows = small_memory(KINDS[INT], count)
-            many = _function('nonzero', index.dtype)(rows, buffer.pointer + index.offset, layout((count,))[0], 1)
-            return rows, many, len(index.shape)
         if index.__class__ is np.ndarray:
             if index.size > MOST_ROWS:
                 return None
@@ -661,6 +652,42 @@ def take(array_type):
         if status:
             HOST.check(status)
         y = new_array(array_type, pointer, nbytes, shape, row_major(shape), x.dtype)
+        if buffer.mask == buffer.version:
+            y.buffer.mask = 0
+        return y
+    return run
+
+
+def select(array_type):
+    """Return f(x, mask), the rows of a compact array x that a compact mask of its first axes selects."""
+    calls = {}
+
+    def prepared(x, mask):
+        n = math.prod(mask.shape)
+        if (x.dtype not in KINDS or mask.dtype not in KINDS or not mask.shape or mask.shape != x.shape[:len(mask.shape)]
+                or x.strides != row_major(x.shape) or mask.strides != row_major(mask.shape)):
+            return None
+        memory, rest = _memory_of(x.shape, x.dtype), x.shape[len(mask.shape):]
+        return memory and (HOST.function('select', mask.dtype), n, memory[2] // n, rest, row_major((1, *rest)), *memory)
+
+    def run(x, mask):
+        buffer, chosen = x.buffer, mask.buffer
+        if (buffer.device is not HOST or chosen.device is not HOST or chosen.mask is None or chosen.mask != chosen.version
+                or state.hooked_thread is not None):
+            return None
+        key = x.shape, x.strides, x.dtype, mask.shape, mask.strides, mask.dtype
+        call = calls.get(key, False)
+        if call is False:
+            call = _remember(calls, key, prepared(x, mask))
+        if call is None:
+            return None
+        function, n, each, rest, strides, kind, count, nbytes, _, _, dtype = call
+        pointer = small_memory(kind, count)
+        try:
+            found = function(pointer, buffer.pointer + x.offset, chosen.pointer + mask.offset, n, each)
+        except TypeError:               # the pointer of freed memory is None
+            return None
+        y = new_array(array_type, pointer, nbytes, (found, *rest), strides, dtype)
         if buffer.mask == buffer.version:
             y.buffer.mask = 0
         return y

@@ -113,6 +113,34 @@ def test_arange_of_ints_is_that_of_numpy(device):
         ndarray.arange(0, 3, 0)
 
 
+def test_a_mask_selects_rows_as_in_numpy(device):
+    rng = np.random.default_rng(5)
+    for shape, dtype, kept in itertools.product([(12,), (3, 4), (3, 4, 5)], ['float32', 'int32', 'float64'], [0, 0.5, 1]):
+        x, other = rng.integers(-9, 9, shape).astype(dtype), rng.random(shape[:2])
+        for mask in (array(other, 'float32') > kept, array(other, 'float64') > kept, array(other > kept)):     # of each dtype
+            for _ in range(2):
+                same(array(x, dtype)[mask], x[mask.numpy()])
+        of = array(other[..., 0] > kept) if other.ndim > 1 else array(other > kept)
+        same(array(x, dtype)[of], x[of.numpy()])
+        same(array(x, dtype)[::-1][of], x[::-1][of.numpy()])
+    mask = array(np.ones(3)) > 0
+    mask[1] = -0.0
+    same(array([1, 2, 3])[mask], np.array([1, 3], 'i'))
+    assert array([True, False, True])[mask].is_mask
+
+
+def test_the_condition_of_where_may_be_of_int32(device):
+    c, x = array([[0, 2**30, -1], [1, 0, 3]]), numbers(2, 3)
+    for dtype in 'float32', 'float64':
+        a = array(x, dtype)
+        want = np.where(c.stored(), x, -1.5).astype(dtype)
+        for _ in range(2):
+            same(ndarray.where(c, a, -1.5), want)
+            same(ndarray.where(c.T, a.T, -1.5), want.T)
+            same(ndarray.where(c, a, c), np.where(c.stored(), x.astype(dtype), c.stored().astype(dtype)))
+            same(ndarray.where(c, c, a), np.where(c.stored(), c.stored().astype(dtype), x.astype(dtype)))
+
+
 def test_filled_arrays():
     same(ndarray.zeros((2, 3)), np.zeros((2, 3), 'f'))
     same(ndarray.ones(4, dtype='int32'), np.ones(4, 'i'))

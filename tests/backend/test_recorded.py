@@ -16,7 +16,8 @@ from pyops.plan import Plan
 pytestmark = pytest.mark.skipif(ON_GPU or backend.current_device() is not HOST,
                                 reason='only the CPU records: run without PYOPS_BACKEND')
 FUNCTIONS = {**{name: getattr(NDArray, name) for name in ndarray._RECORDED}, 'einsum': ndarray.einsum,
-             'pad_axes': ndarray.pad_axes, 'where': ndarray._where, 'index': ndarray._small_gathered}
+             'pad_axes': ndarray.pad_axes, 'where': ndarray._where, 'index': ndarray._small_gathered,
+             'concatenate': ndarray._two_concatenated, 'stack': ndarray._two_stacked}
 
 IDS = array([2, 0, -1, 2, 1])
 # name of the method -> calls of it on x (3, 4)
@@ -48,7 +49,9 @@ CALLS = {
     'prod': (lambda x: x.prod(), lambda x: x.prod(0, keepdims=True)), 'cumsum': (lambda x: x.cumsum(), lambda x: x.cumsum(0)),
     'cumprod': (lambda x: x.cumprod(1),), '_running': (lambda x: x._running('add', (1,)),),
     '_sorting': (lambda x: x._sorting(0, True),),
-    'where': (lambda x: ndarray.where(x > 0, x, array([1, 2, 3, 4])), lambda x: ndarray.where(x.astype('int32') > 1, x, 2.5)),
+    'where': (lambda x: ndarray.where(x > 0, x, array([1, 2, 3, 4])), lambda x: ndarray.where(x > 1, x.astype('int32'), 2.5)),
+    'concatenate': (lambda x: ndarray.concatenate([x, x[1:]]), lambda x: ndarray.concatenate((x, x.astype('int32')), -1)),
+    'stack': (lambda x: ndarray.stack([x, x]), lambda x: ndarray.stack([x[0], x[2]], dim=1)),
     'take': (lambda x: x.take([0, -1], 1), lambda x: x.take(IDS)), 'index_select': (lambda x: x.index_select(1, IDS),),
     'index': (lambda x: x[IDS], lambda x: x[:, IDS], lambda x: x[..., [2, 0], None], lambda x: x[1:, IDS[::-1]]),
     'pad_axes': (lambda x: ndarray.pad_axes(x, 2, 1),),
