@@ -304,6 +304,9 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     const int tiny = is_tiny(k, (pyops_view){b, b_row, b_col}, M, N, K);
     const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : most;
     int failed = 0;
+    /* products of a row and a column, along the last axis at a time: each term of such a sum waits for the one before it */
+    const int64_t dots = tiny && threads == 1 && M == 1 && N == 1 && a_col == 1 && b_row == 1 && n ? shape[n - 1] : 1;
+    if (dots > 1) n--, products /= dots;
     PYOPS_FOR(i, products, threads > 1, {
         float *c_i = c, *scratch;
         pyops_view a_i = {a, a_row, a_col}, b_i = {b, b_row, b_col};
@@ -312,7 +315,9 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
             c_i += at * c_step[d], a_i.p += at * a_step[d], b_i.p += at * b_step[d];
             if (d) rest /= shape[d];
         }
-        if (tiny) {
+        if (dots > 1) {
+            k->row_dots(c_i, a_i.p, b_i.p, dots, K, c_step[n], a_step[n], b_step[n], accumulate);
+        } else if (tiny) {
             tiny_product(k, c_i, ldc, a_i, b_i, M, N, K, flags);
         } else if (whole) {
             if (!status) status = pyops_product_threaded(c_i, ldc, a_i, b_i, NULL, M, N, K, flags);

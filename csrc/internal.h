@@ -130,6 +130,9 @@ typedef struct {
     /* c (M,N) (+)= a b + bias for at most PYOPS_FEW_ROWS rows: rows of a and columns of b (ldb apart) are contiguous */ \
     ROW(void,   few,          (float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N, int64_t K, \
                                int64_t ldc, int64_t lda, int64_t ldb, int flags)) \
+    /* y[r] (+)= sum_k a[r,k] b[r,k] */ \
+    ROW(void,   row_dots,     (float *y, const float *a, const float *b, int64_t R, int64_t K, int64_t ldy, int64_t lda, \
+                               int64_t ldb, int add)) \
     ROW(void,   windows,      (float *dst, int64_t ld, const pyops_windows *w, int64_t c, int64_t q, int64_t n, int64_t from, \
                                int64_t to)) \
     ROW(void,   windows_direct, (float *dst, int64_t image, int64_t plane, const pyops_windows *w, const float *filters, \

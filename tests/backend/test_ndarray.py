@@ -1379,16 +1379,20 @@ def test_products_of_many_small_matrices(shapes, dtype, device):
 
 @pytest.mark.parametrize('device', sorted({*DEVICES} & {'cpu'}), indirect=True)         # numpy's sums may have another order
 @pytest.mark.parametrize('sizes', [(4, 4, 4), (3, 1, 3), (1, 1, 64), (16, 16, 16), (9, 33, 20), (8, 3, 300), (20, 5, 7),
-                                   (1, 15, 2)])
+                                   (1, 15, 2), (1, 1, 1), (1, 1, 7), (1, 1, 1500)])
 def test_a_product_in_a_batch_has_the_bits_of_a_single_one(sizes, device):
+    """Also products of a row and a column, which run several at a time."""
     M, N, K = sizes
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((6, M, K), 'f'), rng.standard_normal((6, K, N), 'f')
+    rng, count = np.random.default_rng(0), 37 if M == N == 1 else 6
+    a, b = rng.standard_normal((count, M, K), 'f'), rng.standard_normal((count, K, N), 'f')
     for view in (lambda x: x, lambda x: x.mT.copy().mT, lambda x: x[:, ::-1, ::-1].copy()[:, ::-1, ::-1]):
         x, y = (view(array(part)) for part in (a, b))
         together = (x @ y).numpy()
-        for i in range(6):
+        for i in range(count):
             assert together[i].tobytes() == (x[i] @ y[i]).numpy().tobytes(), i
+        pairs = x[:36].reshape(2, 18, M, K) @ y[:36].reshape(18, 2, K, N).swapaxes(0, 1) if count == 37 else None
+        for i, j in itertools.product(range(2), range(18)) if pairs is not None else ():
+            assert pairs[i, j].numpy().tobytes() == (x[18 * i + j] @ y[2 * j + i]).numpy().tobytes(), (i, j)
         assert (x[0] @ y).numpy().tobytes() == np.stack([(x[0] @ one).numpy() for one in y]).tobytes()
 
 
