@@ -576,15 +576,27 @@ def concat_context(x: Numbers, context: Numbers) -> Tensor:
     return apply(ConcatContext, tensor(x), tensor(context))
 
 
-def scaled_dot_product_attention(q: Numbers, k: Numbers, v: Numbers, attn_mask: Numbers | None = None,
-                                 is_causal: bool = False) -> Tensor:
-    """Return softmax(q k' / sqrt(E) + mask) v;  q (..., L, E), k (..., S, E), v (..., S, V) -> (..., L, V).
+def scaled_dot_product_attention(query: Numbers, key: Numbers, value: Numbers, attn_mask: Numbers | None = None,
+                                 dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+                                 enable_gqa: bool = False) -> Tensor:
+    """Return dropout(softmax(query key' scale + mask)) value;  query (..., L, E), key (..., S, E), value (..., S, V).
 
     attn_mask (..., L, S): bool, int or a comparison of Tensors, 0 where a query may not attend to a key; or float32, added to
-    the scores.  is_causal: query i attends to keys 0 to i.
+    the scores.  dropout_p: probability of dropping a weight, also in evaluation, as in PyTorch.  is_causal: query i attends
+    to keys 0 to i.  scale: None: 1 / sqrt(E).  enable_gqa: a head of key and value serves several heads, axis -3, of query.
+    The result is (..., L, V).
     """
-    q, k, v = tensor(q), tensor(k), tensor(v)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if isinstance(dropout_p, bool) or not 0 <= dropout_p <= 1:
+        raise ValueError(f'scaled_dot_product_attention: dropout_p: expected a number from 0 to 1, got {dropout_p}; pass '
+                         'is_causal by name')
+    q, k, v = tensor(query), tensor(key), tensor(value)
+    if enable_gqa:
+        heads = {x.shape[-3] if x.ndim > 2 else 0 for x in (k, v)}
+        if q.ndim < 3 or len(heads) > 1 or 0 in heads or q.shape[-3] % k.shape[-3]:
+            raise ValueError('scaled_dot_product_attention: enable_gqa: expected heads in axis -3, those of query a multiple '
+                             f'of those of key and value, got {q.shape}, {k.shape} and {v.shape}')
+        k, v = (x.repeat(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         allowed = np.tril(np.ones((q.shape[-2], k.shape[-2]), bool))
         scores = scores + Tensor(np.where(allowed, 0.0, -np.inf), device=q.device)
@@ -593,7 +605,7 @@ def scaled_dot_product_attention(q: Numbers, k: Numbers, v: Numbers, attn_mask: 
         if mask.dtype == np.int32 or mask.array.is_mask:
             mask = Tensor(np.where(mask.numpy(), 0.0, -np.inf), device=q.device)
         scores = scores + mask
-    return softmax(scores) @ v
+    return dropout(softmax(scores), dropout_p) @ v
 
 
 def conv2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,
@@ -692,7 +704,7 @@ def _averages(n: int, size: int) -> np.ndarray:
 
 # ---- losses ------------------------------------------------------------------------------------------------------------
 
-def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight: Numbers | None = None,
+def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *, ignore_index: int = -100,
                   reduction: str = 'mean', label_smoothing: float = 0.0) -> Tensor:
     """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index, shape ().
 
@@ -702,13 +714,10 @@ def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight:
     label_smoothing: s: the target is 1 - s + s / C for the label and s / C for each other class
     Anything but ignore_index is computed with array ops, which store the logarithms of all rows.
     """
-    if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not hasattr(ignore_index, '__index__')
-                                          or np.ndim(ignore_index)):
-        raise TypeError(f'cross_entropy: ignore_index: expected a whole number, got {type(ignore_index).__name__}; pass weight '
-                        'by name')
-    _check_reduction('cross_entropy', reduction)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f'cross_entropy: label_smoothing: expected 0 to 1, got {label_smoothing}')
+    check_class_weight('cross_entropy', weight)
+    check_ignore_index('cross_entropy', ignore_index)
+    check_reduction('cross_entropy', reduction)
+    check_label_smoothing('cross_entropy', label_smoothing)
     x, labels = _classes_last(tensor(x), labels)
     if weight is None and reduction == 'mean' and not label_smoothing:
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -720,20 +729,43 @@ def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100, weight:
     return _negative_logs(log_softmax(x), labels, ignore_index, weight, reduction, label_smoothing)
 
 
-def nll_loss(x: Numbers, labels: Numbers, weight: Numbers | None = None, ignore_index: int = -100,
+def nll_loss(x: Numbers, labels: Numbers, weight: Numbers | None = None, *, ignore_index: int = -100,
              reduction: str = 'mean') -> Tensor:
     """Return the mean of -x[label] over rows whose label is not ignore_index, for logarithms x of probabilities.
 
     Shapes, weight and reduction as in cross_entropy.
     """
-    _check_reduction('nll_loss', reduction)
+    check_class_weight('nll_loss', weight)
+    check_ignore_index('nll_loss', ignore_index)
+    check_reduction('nll_loss', reduction)
     x, labels = _classes_last(tensor(x), labels)
     return _negative_logs(x, labels, ignore_index, weight, reduction, 0.0)
 
 
-def _check_reduction(who: str, reduction: str) -> None:
-    if reduction not in ('mean', 'sum', 'none'):
-        raise ValueError(f"{who}: reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+def check_reduction(who: str, reduction: str, allowed: Sequence[str] = ('mean', 'sum', 'none')) -> None:
+    """Raise ValueError unless a reduction of a loss is allowed."""
+    if reduction not in allowed:
+        *names, last = map(repr, allowed)
+        raise ValueError(f'{who}: reduction: expected {", ".join(names)} or {last}, got {reduction!r}')
+
+
+def check_class_weight(who: str, weight: Numbers | None) -> None:
+    """Raise TypeError for a number as the weights of the classes: an ignore_index in their place."""
+    if weight is not None and not np.ndim(weight):              # type: ignore[arg-type]
+        raise TypeError(f'{who}: weight: expected an array with a factor per class, got {weight!r}; pass ignore_index by name')
+
+
+def check_ignore_index(who: str, ignore_index: int) -> None:
+    """Raise TypeError unless the ignored label is a whole number."""
+    if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not hasattr(ignore_index, '__index__')
+                                          or np.ndim(ignore_index)):
+        raise TypeError(f'{who}: ignore_index: expected a whole number, got {type(ignore_index).__name__}')
+
+
+def check_label_smoothing(who: str, label_smoothing: float) -> None:
+    """Raise ValueError unless the share of the smoothed target is in its range."""
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f'{who}: label_smoothing: expected 0 to 1, got {label_smoothing}')
 
 
 def _classes_last(x: Tensor, labels: Numbers) -> tuple[Tensor, Tensor]:
@@ -846,7 +878,7 @@ def kl_div(x: Numbers, target: Numbers, reduction: str = 'mean', log_target: boo
 
 def _reduced(who: str, losses: Tensor, reduction: str) -> Tensor:
     """Return the mean, the sum, or the losses themselves."""
-    _check_reduction(who, reduction)
+    check_reduction(who, reduction)
     return losses if reduction == 'none' else getattr(losses, reduction)()
 
 

@@ -1,7 +1,7 @@
 """numpy's functions on NDArrays and Tensors: what np.exp(x), np.sum(x) and np.concatenate([x, y]) call.
 
 A function with a counterpart in pyops/methods.py runs as that operation, with its gradient.  Any other function gets numpy
-arrays and returns what numpy returns.
+arrays and returns what numpy returns; it is a TypeError for a Tensor that requires a gradient, unless the result has none.
 """
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ _METHODS = frozenset((
 _WITHOUT_EFFECT = {'kind', 'stable', 'subok', 'casting', 'optimize', 'order', 'mode'}
 # values of them that do have an effect: numpy runs the function
 _WITH_EFFECT = {'F', 'clip', 'wrap'}
+# functions whose results have no gradient: masks, positions, counts, texts, files, facts about arrays
+_WITHOUT_GRADIENT = frozenset((
+    'allclose', 'isclose', 'array_equal', 'array_equiv', 'isin', 'isreal', 'iscomplex', 'isneginf', 'isposinf', 'isrealobj',
+    'iscomplexobj', 'argmax', 'argmin', 'argsort', 'argwhere', 'argpartition', 'nanargmax', 'nanargmin', 'lexsort', 'nonzero',
+    'flatnonzero', 'searchsorted', 'digitize', 'any', 'all', 'count_nonzero', 'bincount', 'histogram', 'histogram2d',
+    'histogramdd', 'histogram_bin_edges', 'array2string', 'array_repr', 'array_str', 'save', 'savez', 'savez_compressed',
+    'savetxt', 'shape', 'ndim', 'size', 'result_type', 'can_cast', 'common_type', 'min_scalar_type', 'may_share_memory',
+    'shares_memory', 'copyto', 'zeros_like', 'ones_like', 'full_like', 'empty_like'))
 _RENAMED = {'a_min': 'min', 'a_max': 'max'}
 
 
@@ -102,8 +110,7 @@ def apply_ufunc(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], out: Any,
             if name in ('maximum', 'minimum'):                          # symmetric
                 return _finished(_OPERATIONS[name](inputs[1], left), out, dtype)
         return _finished(_OPERATIONS[name](left, *inputs[1:]), out, dtype)
-    if any(getattr(x, 'requires_grad', False) for x in _ours(inputs)):
-        raise TypeError(f'np.{name}: has no gradient here; use x.detach().numpy() for the values')
+    _check_no_gradient(name, inputs)
     if dtype is not None:
         named['dtype'] = dtype
     y = getattr(ufunc, method)(*_as_numpy(inputs), **_as_numpy(named))
@@ -131,7 +138,7 @@ def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: d
         defaults = _signature(function).parameters
         out, dtype = given.pop('out', None), given.pop('dtype', None)
         if any(given.get(key) in _WITH_EFFECT for key in ('order', 'mode') if isinstance(given.get(key), str)):
-            return function(*_as_numpy(args), **_as_numpy(named))
+            return _by_numpy(function, args, named)
         given = {_RENAMED.get(key, key) if name == 'clip' else key: value for key, value in given.items()
                  if value is not np._NoValue and key not in _WITHOUT_EFFECT - ({'mode'} if name == 'pad' else set())
                  and not (key in defaults and value is defaults[key].default)}
@@ -143,7 +150,21 @@ def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: d
             result = NotImplemented if not isinstance(x, Methods) else _call_method(x, name, rest)
         if result is not NotImplemented:
             return _finished(result, out, dtype)
+    return _by_numpy(function, args, named)
+
+
+def _by_numpy(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Run a function on numpy arrays.  TypeError if that would drop a gradient."""
+    if function.__name__ not in _WITHOUT_GRADIENT:
+        _check_no_gradient(function.__name__, (args, named))
     return function(*_as_numpy(args), **_as_numpy(named))
+
+
+def _check_no_gradient(name: str, values: Any) -> None:
+    """Raise TypeError if a Tensor among nested arguments requires a gradient."""
+    if any(getattr(x, 'requires_grad', False) for x in _ours(values)):
+        raise TypeError(f'np.{name}: has no gradient here with these arguments; use x.detach() for the values, or a '
+                        'function of pyops.functional')
 
 
 def _call_method(x: Any, name: str, rest: dict[str, Any]) -> Any:
@@ -187,6 +208,10 @@ def _like(value: float) -> Callable[..., Any]:
     return filled
 
 
+def _empty_like(prototype: Any, shape: Any = None, device: Any = None) -> Any:
+    return _like(0)(prototype, shape, device)
+
+
 def _outer(a: Any, b: Any) -> Any:
     a, b = (x if isinstance(x, Methods) else np.asarray(x) for x in (a, b))
     return a.reshape(-1, 1) * b.reshape(1, -1)
@@ -224,4 +249,5 @@ def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     'concatenate': _joined('concatenate'), 'stack': _joined('stack'), 'where': _where, 'einsum': _einsum, 'split': _split,
     'pad': _pad, 'norm': _norm, 'vstack': _stacked(0), 'hstack': _stacked(1), 'zeros_like': _like(0), 'ones_like': _like(1),
+    'empty_like': _empty_like,
     'full_like': _like(0), 'outer': _outer}

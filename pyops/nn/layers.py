@@ -5,6 +5,7 @@ Parameter names and shapes match PyTorch's, so its weights can be loaded.
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from pyops import autograd, backend, init, ndarray, ops, params
 from pyops import functional as F
 from pyops.autograd import Tensor
-from pyops.methods import accepts_torch_names
+from pyops.methods import accepts_torch_names, normal_axes
 from pyops.nn.module import KernelLayer, Layer, Parameter
 from pyops.ops import convolution
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class Identity(Layer):
-    """y = x"""
+    """y = x.  Arguments have no effect, as in PyTorch."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
 
     def forward_tensors(self, x: Tensor) -> Tensor:
         return x
@@ -36,18 +40,29 @@ class Identity(Layer):
 
 
 class Flatten(Layer):
-    """(B, ...) -> (B, product of the other sizes): a view."""
+    """Merge the axes from start_dim to end_dim into one: (B, ...) -> (B, product of the other sizes), a view."""
 
-    def forward_tensors(self, x: Tensor) -> Tensor:
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        self.start_dim, self.end_dim = operator.index(start_dim), operator.index(end_dim)
+
+    def forward_tensors(self, x: Any) -> Any:
         if not x.shape:
             raise ValueError('x: expected shape (B, ...), got ()')
-        return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        if len(x.shape) == 1 and (self.start_dim, self.end_dim) == (1, -1):
+            return x.reshape(x.shape[0], 1)
+        (start,), (end,) = normal_axes(self.start_dim, len(x.shape)), normal_axes(self.end_dim, len(x.shape))
+        if end < start:
+            raise ValueError(f'expected start_dim at or before end_dim, got {self.start_dim} and {self.end_dim} for {x.shape}')
+        return x.reshape(*x.shape[:start], math.prod(x.shape[start:end + 1]), *x.shape[end + 1:])
 
     def forward_arrays(self, x: Any) -> tuple[Any, Any]:
         return self.forward_tensors(x), x.shape
 
     def backward(self, dy: Array, ctx: Any) -> Array:
         return dy.reshape(ctx)
+
+    def settings(self) -> str:
+        return '' if (self.start_dim, self.end_dim) == (1, -1) else f'start_dim={self.start_dim}, end_dim={self.end_dim}'
 
 
 class Linear(KernelLayer):

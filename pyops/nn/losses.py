@@ -1,4 +1,5 @@
-"""Losses.  Each compares outputs of a model with a target; names and arguments are PyTorch's."""
+"""Losses.  Each compares outputs of a model with a target.  Names and arguments are PyTorch's, without the deprecated
+size_average and reduce.  Arguments that PyTorch has behind those two are given by name."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -12,20 +13,34 @@ if TYPE_CHECKING:
     from pyops.typing import Array, Numbers
 
 
-class CrossEntropyLoss(Layer):
+class _ClassLoss(Layer):
+    """Base of the losses of labels."""
+
+    def __init__(self, weight: Numbers | None = None, *, ignore_index: int = -100, reduction: str = 'mean') -> None:
+        name = type(self).__name__
+        F.check_class_weight(name, weight)
+        F.check_ignore_index(name, ignore_index)
+        F.check_reduction(name, reduction)
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.weight = None if weight is None else Tensor(weight)
+
+
+class CrossEntropyLoss(_ClassLoss):
     """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index;  x (..., C), labels (...) int32.
 
-    weight (C,), reduction and label_smoothing, by name: as in F.cross_entropy, which also takes x (N, C, ...).
+    weight (C,), reduction and label_smoothing: as in F.cross_entropy, which also takes x (N, C, ...).
     On arrays, x is (R, C) and the loss (1,); backward(dloss (1,), ctx) returns dx.
     """
 
-    def __init__(self, ignore_index: int = -100, *, weight: Numbers | None = None, reduction: str = 'mean',
+    def __init__(self, weight: Numbers | None = None, *, ignore_index: int = -100, reduction: str = 'mean',
                  label_smoothing: float = 0.0) -> None:
-        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
-        self.weight = None if weight is None else Tensor(weight)
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction)
+        F.check_label_smoothing(type(self).__name__, label_smoothing)
+        self.label_smoothing = label_smoothing
 
     def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(x, labels, self.ignore_index, self.weight, self.reduction, self.label_smoothing)
+        return F.cross_entropy(x, labels, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+                               label_smoothing=self.label_smoothing)
 
     def forward_arrays(self, x: Array, labels: Array) -> tuple[Array, Any]:
         if self.weight is not None or self.reduction != 'mean' or self.label_smoothing:
@@ -45,22 +60,21 @@ class SoftmaxLoss(CrossEntropyLoss):
     """CrossEntropyLoss under the name that the needle course uses."""
 
 
-class NLLLoss(Layer):
+class NLLLoss(_ClassLoss):
     """Return the mean of -x[label] over rows whose label is not ignore_index, for logarithms x of probabilities, such as those
     of LogSoftmax.  Shapes, weight and reduction as in F.cross_entropy."""
 
-    def __init__(self, ignore_index: int = -100, *, weight: Numbers | None = None, reduction: str = 'mean') -> None:
-        self.ignore_index, self.reduction = ignore_index, reduction
-        self.weight = None if weight is None else Tensor(weight)
-
     def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.nll_loss(x, labels, self.weight, self.ignore_index, self.reduction)
+        return F.nll_loss(x, labels, self.weight, ignore_index=self.ignore_index, reduction=self.reduction)
 
 
 class _Difference(Layer):
     """A loss of x and a target of the same shape.   reduction: 'mean' or 'sum' (shape ()), or 'none' (the shape of x)"""
 
+    REDUCTIONS: tuple[str, ...] = ('mean', 'sum', 'none')
+
     def __init__(self, *, reduction: str = 'mean') -> None:
+        F.check_reduction(type(self).__name__, reduction, self.REDUCTIONS)
         self.reduction = reduction
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
@@ -91,7 +105,10 @@ class HuberLoss(_Difference):
     """Return the mean of d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2), for d = x - target."""
 
     def __init__(self, reduction: str = 'mean', delta: float = 1.0) -> None:
-        self.reduction, self.delta = reduction, delta
+        super().__init__(reduction=reduction)
+        if not delta > 0:
+            raise ValueError(f'HuberLoss: delta: expected a positive number, got {delta}')
+        self.delta = delta
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
         return F.huber_loss(x, target, self.reduction, self.delta)
@@ -101,7 +118,10 @@ class SmoothL1Loss(_Difference):
     """Return HuberLoss / beta, with delta = beta; L1Loss if beta is 0."""
 
     def __init__(self, *, reduction: str = 'mean', beta: float = 1.0) -> None:
-        self.reduction, self.beta = reduction, beta
+        super().__init__(reduction=reduction)
+        if not beta >= 0:
+            raise ValueError(f'SmoothL1Loss: beta: expected 0 or more, got {beta}')
+        self.beta = beta
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
         return F.smooth_l1_loss(x, target, self.reduction, self.beta)
@@ -111,7 +131,8 @@ class BCELoss(_Difference):
     """Return the mean of -(target log x + (1 - target) log(1 - x)), for probabilities x.   weight: a factor per element"""
 
     def __init__(self, weight: Numbers | None = None, *, reduction: str = 'mean') -> None:
-        self.reduction, self.weight = reduction, None if weight is None else Tensor(weight)
+        super().__init__(reduction=reduction)
+        self.weight = None if weight is None else Tensor(weight)
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
         return F.binary_cross_entropy(x, target, self.weight, self.reduction)
@@ -121,7 +142,7 @@ class BCEWithLogitsLoss(_Difference):
     """Return BCELoss of sigmoid(x), which is finite for every logit x.   pos_weight: factor of the terms of positive targets"""
 
     def __init__(self, weight: Numbers | None = None, *, reduction: str = 'mean', pos_weight: Numbers | None = None) -> None:
-        self.reduction = reduction
+        super().__init__(reduction=reduction)
         self.weight, self.pos_weight = (None if one is None else Tensor(one) for one in (weight, pos_weight))
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
@@ -131,8 +152,11 @@ class BCEWithLogitsLoss(_Difference):
 class KLDivLoss(_Difference):
     """Return the mean of target (log target - x), for logarithms x of probabilities.   reduction: also 'batchmean'"""
 
+    REDUCTIONS = 'mean', 'sum', 'none', 'batchmean'
+
     def __init__(self, *, reduction: str = 'mean', log_target: bool = False) -> None:
-        self.reduction, self.log_target = reduction, log_target
+        super().__init__(reduction=reduction)
+        self.log_target = log_target
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
         return F.kl_div(x, target, self.reduction, self.log_target)

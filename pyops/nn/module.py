@@ -415,7 +415,9 @@ class Layer(Module):
     """
     seed: int | None = None             # containers set a number
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
+    def __new__(cls, *inputs: Any, **named: Any) -> Self:
+        if (inputs or named) and cls.__init__ is object.__init__:
+            raise TypeError(f'{cls.__name__}: expected no arguments, got {len(inputs) + len(named)}')
         layer = super().__new__(cls)
         if cls.seed is None:
             vars(layer)['seed'] = next_key('layer')

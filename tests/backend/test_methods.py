@@ -264,8 +264,16 @@ def test_functions_of_numpy_keep_the_gradient_and_those_without_one_are_refused(
     e = (np.exp(POSITIVE) + np.sqrt(POSITIVE)).sum()
     want = (np.exp(POSITIVE) + 0.5 / np.sqrt(POSITIVE)) * POSITIVE.mean() + e / X.size + (POSITIVE > 1)
     np.testing.assert_allclose(x.grad.numpy(), want, rtol=1e-5)
-    with pytest.raises(TypeError, match=r'np.arctan: has no gradient here; use x.detach\(\).numpy\(\)'):
+    with pytest.raises(TypeError, match=r'np.arctan: has no gradient here.*; use x.detach\(\)'):
         np.arctan(x)
+    for call in (lambda: np.tensordot(x, X, 3), lambda: np.inner(X, x), lambda: np.diff(x), lambda: np.median(x),
+                 lambda: np.average(x), lambda: np.vdot(x, x), lambda: np.sum(x, where=X > 0),
+                 lambda: np.linalg.det(x[:, :2, :2])):
+        with pytest.raises(TypeError, match='has no gradient here'):
+            call()
+    assert np.median(x.detach()) == np.median(POSITIVE) and np.allclose(x, POSITIVE) and np.count_nonzero(x) == X.size
+    assert np.argwhere(x).shape == (X.size, X.ndim) and not np.empty_like(x).requires_grad
+    assert type(np.empty_like(x)) is Tensor and np.empty_like(x).shape == X.shape
 
 
 @each_kind
