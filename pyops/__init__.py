@@ -25,6 +25,7 @@ _FROM = {
     **dict.fromkeys(('arange', 'empty', 'eye', 'full', 'full_like', 'linspace', 'ones', 'ones_like',
                      'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like', 'randperm',
                      'tensor', 'zeros', 'zeros_like'), 'pyops.creation'),
+    **dict.fromkeys(('float32', 'float64', 'int32', 'int64'), 'numpy'),
     **dict.fromkeys(('concatenate', 'stack', 'where', 'einsum'), 'pyops.autograd.tensor'),
 }
 # modules that `import pyops` alone makes available, imported on first use
@@ -35,6 +36,8 @@ _MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', '
 
 TYPE_CHECKING = False                   # typing's name, which type checkers take for True; importing typing takes time
 if TYPE_CHECKING:                       # the names of _FROM
+    from numpy import float32, float64, int32, int64
+
     from pyops.autograd import Tensor, apply, detect_anomaly, enable_grad, grad, no_grad
     from pyops.autograd.tensor import concatenate, einsum, stack, where
     from pyops.backend import set_exact
@@ -63,10 +66,11 @@ if TYPE_CHECKING:                       # the names of _FROM
     from pyops.params import seed
     from pyops.text.translator import load
 
-__all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'concatenate', 'cpu', 'detect_anomaly', 'einsum', 'empty',
-           'enable_grad', 'eye', 'from_dlpack', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'linspace', 'load',
-           'no_grad', 'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like',
-           'randperm', 'seed', 'set_exact', 'stack', 'tensor', 'use_gpu', 'where', 'zeros', 'zeros_like']
+__all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'concatenate', 'cpu', 'detect_anomaly', 'einsum', 'empty', 'enable_grad',
+           'eye', 'float32', 'float64', 'from_dlpack', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'int32', 'int64',
+           'linspace', 'load', 'no_grad', 'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint',
+           'randn', 'randn_like', 'randperm', 'seed', 'set_exact', 'stack', 'tensor', 'use_gpu', 'where', 'zeros',
+           'zeros_like']
 
 
 def __getattr__(name: str) -> object:

@@ -10,6 +10,7 @@ A class defines a few primitives, on which the methods below are built:
     reshape, permute, broadcast_to, flip, copy, [], where(condition, a, b), concatenate, take_rows, cumulated, argsort
     _constant(array)    wraps an NDArray that has no gradient
     _plain()            returns the NDArray
+    _moved(device)      returns x on a device, given as such or by its name
 """
 from __future__ import annotations
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 Function = TypeVar('Function', bound='Callable[..., Any]')
 # PyTorch's names of arguments -> the names here
 TORCH_NAMES = {'dim': 'axis', 'keepdim': 'keepdims', 'dims': 'axis', 'axes': 'axis'}
+
+
+# names of devices for x.to: PyTorch's, and ours of a GPU
+DEVICE_NAMES = 'cpu', 'cuda', 'cuda:0', 'gpu'
 
 
 def accepts_torch_names(function: Function) -> Function:
@@ -127,6 +132,7 @@ class Methods:
         _plain: Callable[..., Any]
         _operand: Callable[..., Any]
         _function: Callable[..., Any]
+        _moved: Callable[..., Any]
         take_rows: Callable[..., Any]
         reshape: Callable[..., Any]
         permute: Callable[..., Any]
@@ -721,6 +727,24 @@ class Methods:
     def nbytes(self) -> Any:
         """Bytes of all elements."""
         return self.size * self.itemsize
+
+    def to(self, *targets: Any, device: Any = None, dtype: Any = None, non_blocking: bool = False, copy: bool = False) -> Self:
+        """Convert to a dtype, move to a device, or both; x.to(y) takes both from an array.  PyTorch's arguments.
+
+        A device may be given by its name: 'cpu', 'cuda' or 'gpu'.  x itself is returned if nothing changes, unless `copy`.
+        non_blocking has no effect.  Moving a Tensor that requires a gradient is a RuntimeError.
+        """
+        y, targets = self, (*targets, *[target for target in (device, dtype) if target is not None])
+        if not targets:
+            raise TypeError('to: expected a dtype, a device or an array, got nothing')
+        for target in targets:
+            if isinstance(target, Methods):
+                y = y.to(target.device, target.dtype)
+            elif hasattr(target, 'launch') or isinstance(target, str) and target.partition(':')[0] in DEVICE_NAMES:
+                y = y._moved(target)
+            elif not isinstance(target, bool):              # by position, PyTorch's non_blocking
+                y = y if np.dtype(target) == y.dtype else y.astype(target)
+        return y.copy() if copy and y is self else y
 
     def clone(self) -> Self:
         """PyTorch's name of copy."""

@@ -26,7 +26,7 @@ from pyops.backend.numpy_device import Numpy
 from pyops.backend.recorded import recorded
 from pyops.environment import backend_name
 from pyops.errors import UserError
-from pyops.methods import Methods, accepts_torch_names, accepts_tuple, as_axes, flipped_axes, normal_axes, several
+from pyops.methods import DEVICE_NAMES, Methods, accepts_torch_names, accepts_tuple, as_axes, flipped_axes, normal_axes, several
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -68,6 +68,15 @@ def gpu() -> GPU:
     none."""
     from pyops.backend.gpu import GPU
     return GPU(NDArray)
+
+
+def named_device(device: Any) -> Any:
+    """Return the device with PyTorch's name 'cpu', 'cuda' or 'cuda:0', or 'gpu'; anything but a text unchanged."""
+    if not isinstance(device, str):
+        return device
+    if device not in DEVICE_NAMES:
+        raise ValueError(f'device: expected one of {", ".join(DEVICE_NAMES)}, or a device, got {device!r}')
+    return cpu() if device == 'cpu' else gpu()
 
 
 def default_device() -> Device:
@@ -502,11 +511,9 @@ class NDArray(Array, Methods):
         self.device.convert(y, self)
         return y
 
-    def to(self, target: Any) -> NDArray:
-        """Return this array if it is on that device, else a copy there; for a dtype, the same as astype."""
-        if not hasattr(target, 'launch'):
-            return self.astype(target)
-        return self if target is self.device else array(self, device=target)
+    def _moved(self, device: Any) -> NDArray:
+        device = named_device(device)
+        return self if device is self.device else array(self, device=device)
 
     def cpu(self) -> NDArray:
         """Return this array if it is on the CPU, else a copy there."""
@@ -1301,6 +1308,7 @@ def array(obj: Numbers, dtype: DTypeLike | None = None, device: Device | None = 
     numbers.
     Raises TypeError for other dtypes, OverflowError for integers outside int32, ValueError for more than 8 axes.
     """
+    device = named_device(device)
     if type(obj) is list and not _is_bool(dtype):
         y = _small_from_list(obj, dtype if dtype is None else _dtype(dtype), device)
         if y is not None:
@@ -1341,7 +1349,7 @@ def array(obj: Numbers, dtype: DTypeLike | None = None, device: Device | None = 
 
 def empty(shape: Shape | int, dtype: DTypeLike = FLOAT, device: Device | None = None) -> NDArray:
     """Return a compact array with undefined contents."""
-    return _new(_shape_of(shape), _dtype(dtype), device or default_device(), 'empty')
+    return _new(_shape_of(shape), _dtype(dtype), named_device(device) or default_device(), 'empty')
 
 
 def _kind_of(number: type, dtype: DTypeLike | None) -> tuple[np.dtype, bool]:
@@ -1356,6 +1364,7 @@ _small_from_list = small.from_list(NDArray)
 
 def full(shape: Shape | int, value: float, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
     """Return a compact array filled with value.  Default dtype: int32 for an int, float32 for a float; a bool gives a mask."""
+    device = named_device(device)
     filled = _small_full(shape, value, dtype, device)
     if filled is not None:
         return filled

@@ -294,8 +294,8 @@ class Optimizer:
         finally:
             backend.copy(self.params.values, trained)
 
-    def zero_grad(self) -> None:
-        """Clear the gradients.  Call it before each backward pass."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.  Call it before each backward pass.  set_to_none: accepted as in PyTorch, without effect."""
         if self.params is not None:
             self.params.zero_grads()
             return

@@ -96,6 +96,7 @@ def as_array(data: Numbers, device: Device | None = None, dtype: DTypeLike | Non
     if isinstance(data, Recorded):
         data = data.array
     if isinstance(data, NDArray):
+        device = ndarray.named_device(device)
         if device is not None and data.device != device:
             raise TypeError(f'device: expected {device}, got an array on {data.device}; convert it with .numpy()')
         return data if dtype is None else data.astype(dtype)

@@ -36,9 +36,9 @@ _hook_numbers = itertools.count()
 
 
 class Hook:
-    """A registered hook of a tensor; remove() ends its calls."""
+    """A registered hook of a tensor or a module; remove() ends its calls."""
 
-    def __init__(self, hooks: dict[int, Any], hook: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(self, hooks: dict[int, Any], hook: Callable[..., Any]) -> None:
         self._hooks, self._number = hooks, next(_hook_numbers)
         hooks[self._number] = hook
 
@@ -286,16 +286,12 @@ class Tensor(Recorded, Methods):
             return apply(shapes.AsType, self, dtype=to)
         return wrap(self.array.astype(to), None)
 
-    def to(self, target: Any) -> Tensor:
-        """Convert to a dtype, or move to a device.  RuntimeError for a move of a tensor that requires a gradient."""
-        if isinstance(target, Tensor):
-            return self.to(target.device).to(target.dtype)
-        if not hasattr(target, 'launch'):
-            return self.astype(target)
+    def _moved(self, device: Any) -> Tensor:
+        target = ndarray.named_device(device)
         if target is not self.device and self.requires_grad:
             raise RuntimeError(f'to: a tensor of shape {self.shape} that requires a gradient cannot move to {target}; '
                                'use detach().to(device)')
-        return self if target is self.device else wrap(self.array.to(target), None)
+        return self if target is self.device else wrap(self.array._moved(target), None)
 
     def cpu(self) -> Tensor:
         """Return this tensor if it is on the CPU, else a copy there."""

@@ -77,6 +77,13 @@ class _Modules(Module):
         return module
 
 
+    def add_module(self, name: str, module: Module | None) -> None:
+        """Append a module.  KeyError unless its name is the next number."""
+        if name != str(len(self)):
+            raise KeyError(f'{name!r}: expected {str(len(self))!r}: {type(self).__name__} names its modules by number')
+        self.append(_module(module))
+
+
 class ModuleList(_Modules):
     """A list of modules, which are members of the module that has it as an attribute.  A plain list works too."""
 
@@ -93,6 +100,10 @@ class ModuleDict(Module):
 
     def members(self) -> Iterator[tuple[str, Module]]:
         yield from self.modules_by_name.items()
+
+    def add_module(self, name: str, module: Module | None) -> None:
+        """Add a module."""
+        self.update({name: _module(module)})
 
     def update(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]]) -> None:
         """Add modules; a module with the same name is replaced."""

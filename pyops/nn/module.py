@@ -17,6 +17,8 @@ import numpy as np
 from pyops import autograd, backend, ndarray
 from pyops.autograd import Tensor
 from pyops.autograd.tape import gradient_for
+from pyops.autograd.tensor import Hook
+from pyops.methods import DEVICE_NAMES, Methods
 from pyops.ndarray import NDArray
 from pyops.params import Parameters, Spec, generator, next_key
 
@@ -157,14 +159,54 @@ class Module:
     _parent: Any = None
     _path: str | None = None
     _is_built = False
+    _hooks: tuple[dict[int, Any], dict[int, Any]] | None = None         # before and after forward
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self._hooks:
+            inputs, named = self._hooked_inputs(inputs, named)
         if not self._is_built:
             self.root().build()
-        return self.forward(*inputs, **named)
+        y = self.forward(*inputs, **named)
+        return self._hooked_output(inputs, named, y) if self._hooks else y
 
     def forward(self, *inputs: Any) -> Any:
         raise NotImplementedError(f'{type(self).__name__}.forward(x)')
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False) -> Hook:
+        """Call hook(module, inputs), inputs a tuple, before each forward of a call module(x); what it returns, unless None,
+        replaces the inputs.
+
+        with_kwargs: hook(module, inputs, named) instead, which returns None or (inputs, named).  Return a Hook, whose remove()
+        ends this.  forward_arrays calls no hooks, and a plan only those of its recording.
+        """
+        return Hook(self._all_hooks()[0], hook if with_kwargs else _without_named(hook))
+
+    def register_forward_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False) -> Hook:
+        """Call hook(module, inputs, y), inputs a tuple, after each forward of a call module(x); what it returns, unless None,
+        replaces y.
+
+        with_kwargs: hook(module, inputs, named, y) instead.  Otherwise as register_forward_pre_hook.
+        """
+        return Hook(self._all_hooks()[1], hook if with_kwargs else lambda module, inputs, named, y: hook(module, inputs, y))
+
+    def _all_hooks(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        if self._hooks is None:
+            object.__setattr__(self, '_hooks', ({}, {}))
+        return self._hooks                  # type: ignore[return-value]
+
+    def _hooked_inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for hook in list(self._all_hooks()[0].values()):
+            changed = hook(self, inputs, named)
+            inputs, named = (inputs, named) if changed is None else changed
+        return inputs, named
+
+    def _hooked_output(self, inputs: tuple[Any, ...], named: dict[str, Any], y: Any) -> Any:
+        for hook in list(self._all_hooks()[1].values()):
+            changed = hook(self, inputs, named, y)
+            y = y if changed is None else changed
+        return y
 
     # ---- manual gradients: arrays in, arrays out ---------------------------------------------------------------------
 
@@ -214,7 +256,7 @@ class Module:
     def members(self) -> Iterator[tuple[str, Parameter | Module]]:
         """Yield (name, Parameter or Module) for each direct member."""
         for name, value in vars(self).items():
-            if name != '_parent':
+            if name not in ('_parent', '_hooks'):
                 yield from _members(name, value)
 
     def root(self) -> Module:
@@ -248,6 +290,52 @@ class Module:
     def children(self) -> list[Module]:
         """Return the modules that are direct members, each once."""
         return [module for _, module in self.named_children()]
+
+    def add_module(self, name: str, module: Module | None) -> None:
+        """Set attribute `name` to a module, as register_module."""
+        if not isinstance(module, Module | None):
+            raise TypeError(f'{name}: expected a Module, got {type(module).__name__}')
+        _check_member_name(self, name)
+        setattr(self, name, module)
+
+    def register_module(self, name: str, module: Module | None) -> None:
+        """Set attribute `name` to a module.  KeyError for a name that is empty, has a point or is another attribute's."""
+        self.add_module(name, module)
+
+    def register_parameter(self, name: str, parameter: Parameter | None) -> None:
+        """Set attribute `name` to a Parameter or None.  Errors as in register_module."""
+        if not isinstance(parameter, Parameter | None):
+            raise TypeError(f'{name}: expected a Parameter, got {type(parameter).__name__}')
+        _check_member_name(self, name)
+        setattr(self, name, parameter)
+
+    def get_submodule(self, path: str) -> Module:
+        """Return the module with a path such as 'blocks.0'; this one for ''.  AttributeError if there is none."""
+        found = self if not path else None
+        for name, member in self.members():
+            if found is None and isinstance(member, Module) and f'{path}.'.startswith(f'{name}.'):
+                found = member.get_submodule(path[len(name) + 1:])
+        if found is None:
+            raise AttributeError(f'{path}: {type(self).__name__} has no such module')
+        return found
+
+    def get_parameter(self, path: str) -> Parameter:
+        """Return the Parameter with a path such as 'blocks.0.weight'.  AttributeError if there is none."""
+        return self._at(path, 'parameter', lambda module: {name: one for name, one in module.members()
+                                                           if isinstance(one, Parameter)})
+
+    def get_buffer(self, path: str) -> Array:
+        """Return the buffer with a path such as 'norm.running_mean'.  AttributeError if there is none."""
+        return self._at(path, 'buffer', lambda module: {name: getattr(module, name)
+                                                        for name in vars(module).get('_buffers', ())})
+
+    def _at(self, path: str, kind: str, own: Callable[[Module], dict[str, Any]]) -> Any:
+        """Return what own(module) has with this path below self."""
+        for prefix, module in self.named_modules():
+            above = f'{prefix}.' if prefix else ''
+            if path.startswith(above) and path[len(above):] in own(module):
+                return own(module)[path[len(above):]]
+        raise AttributeError(f'{path}: {type(self).__name__} has no such {kind}')
 
     def apply(self, function: Callable[[Module], Any]) -> Self:
         """Call function(module) for every module below this one, children first, then for this one, and return self."""
@@ -329,7 +417,8 @@ class Module:
     def eval(self) -> Self:
         return self.train(False)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.  set_to_none: accepted as in PyTorch, without effect."""
         for parameter in self.parameters():
             parameter.zero_grad()
 
@@ -349,6 +438,38 @@ class Module:
         """Return [(name, array)] of the buffers of the tree; with persistent=True only of those in state_dict()."""
         return [(f'{prefix}.{name}' if prefix else name, getattr(module, name)) for prefix, module in self.named_modules()
                 for name, is_saved in vars(module).get('_buffers', {}).items() if is_saved or not persistent]
+
+    def buffers(self) -> list[Array]:
+        """Return the buffers of the tree."""
+        return [array for _, array in self.named_buffers()]
+
+    def to(self, *targets: Any, device: Any = None, dtype: Any = None, non_blocking: bool = False) -> Self:
+        """Return self for float32 and the device that it is on.
+
+        TypeError for another dtype: parameters are float32.  RuntimeError for another device: call pyops.use_gpu(), or set
+        $PYOPS_BACKEND, before the model is made.
+        """
+        for target in (*targets, *[target for target in (device, dtype) if target is not None]):
+            if isinstance(target, Methods):
+                self.to(target.device, target.dtype)
+            elif hasattr(target, 'launch') or isinstance(target, str) and target.partition(':')[0] in DEVICE_NAMES:
+                asked = ndarray.named_device(target)
+                for parameter in self.parameters():
+                    if parameter.device is not asked:
+                        raise RuntimeError(f'to: {type(self).__name__} is on {parameter.device}, not on {asked}; call '
+                                           'pyops.use_gpu(), or set PYOPS_BACKEND, before the model is made')
+            elif not isinstance(target, bool) and np.dtype(target) != np.float32:
+                raise TypeError(f'to: {type(self).__name__} has float32 parameters, got {np.dtype(target)}; functions of '
+                                'pyops.functional take float64 Tensors')
+        return self
+
+    def cpu(self) -> Self:
+        """Return self if it is on the CPU.  Errors as in `to`."""
+        return self.to('cpu')
+
+    def cuda(self, device: Any = None) -> Self:
+        """Return self if it is on the GPU.  Errors as in `to`."""
+        return self.to('cuda')
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return {name: copy} of all parameters and persistent buffers."""
@@ -396,12 +517,16 @@ class Module:
         """Return the text between the parentheses of repr."""
         return ''
 
+    def extra_repr(self) -> str:
+        """Return the text between the parentheses of repr, PyTorch's name of settings()."""
+        return self.settings()
+
     def __repr__(self) -> str:
         below = [(name, repr(member)) for name, member in self.members() if isinstance(member, Module)]
         if not below:
-            return f'{type(self).__name__}({self.settings()})'
+            return f'{type(self).__name__}({self.extra_repr()})'
         lines = [f'  ({name}): ' + text.replace('\n', '\n  ') for name, text in below]
-        return '\n'.join([f'{type(self).__name__}({self.settings()}', *lines, ')'])
+        return '\n'.join([f'{type(self).__name__}({self.extra_repr()}', *lines, ')'])
 
 
 class Layer(Module):
@@ -424,11 +549,16 @@ class Layer(Module):
         return layer
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if named:
+            inputs = *inputs, *[named.pop(name) for name in ('input', 'target')[len(inputs):] if name in named]
+        if self._hooks:
+            inputs, named = self._hooked_inputs(inputs, named)
         if not inputs or not all([isinstance(x, Tensor) for x in inputs]):
             inputs = self._naming(_as_tensors, inputs, named)
         if not self._is_built:
             self.root().build()
-        return self.forward(*inputs, **named)
+        y = self.forward(*inputs, **named)
+        return self._hooked_output(inputs, named, y) if self._hooks else y
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if inputs and isinstance(inputs[0], Tensor) or _tensors((inputs, *named.values())):
@@ -442,7 +572,7 @@ class Layer(Module):
 
     def label(self) -> str:
         """Return path and repr, such as 'blocks.0.linear1: Linear(100, 100)'."""
-        layer = f'{type(self).__name__}({self.settings()})'
+        layer = f'{type(self).__name__}({self.extra_repr()})'
         return f'{self._path}: {layer}' if self._path else layer
 
     def _naming(self, function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
@@ -479,6 +609,36 @@ class KernelLayer(Layer):
     def backward(self, dy: Any, ctx: Any) -> Any:
         op, ctx = ctx
         return self._naming(op.backward, dy, ctx)
+
+
+# methods, not functions in the class: there these names would hide the types in annotations
+def _float(self: Module) -> Module:
+    """Return self: parameters are float32."""
+    return self
+
+
+def _double(self: Module) -> Module:
+    """Raise TypeError: parameters are float32."""
+    return self.to(np.float64)
+
+
+Module.float, Module.double = _float, _double               # type: ignore[attr-defined]
+
+
+def _without_named(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook of inputs and named arguments that calls hook(module, inputs)."""
+    def called(module: Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        changed = hook(module, inputs)
+        return None if changed is None else (changed if isinstance(changed, tuple) else (changed,), named)
+    return called
+
+
+def _check_member_name(module: Module, name: str) -> None:
+    """Raise KeyError for a name that cannot be a new member's."""
+    if not isinstance(name, str) or not name or '.' in name:
+        raise KeyError(f'expected a name without a point, got {name!r}')
+    if hasattr(type(module), name) or not isinstance(vars(module).get(name), Module | Parameter | None):
+        raise KeyError(f'{name}: {type(module).__name__} has an attribute of this name')
 
 
 def _float32(values: Any) -> np.ndarray:
