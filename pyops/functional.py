@@ -1,13 +1,15 @@
 """Functions on Tensors, each an op or a short formula of ops.  `from pyops import functional as F`.
 
 Names and argument order follow torch.nn.functional and torch if they have the function.  Axes are called `axis` (None for
-all, an int, or several) and `keepdims`, or `dim` and `keepdim`.  Arrays and lists passed instead of Tensors are constants.
+all, an int, or several) and `keepdims`; every argument is also accepted by PyTorch's name, such as `dim`, `input` and `target`.
+Arrays and lists passed instead of Tensors are constants.
 """
 from __future__ import annotations
 
 import builtins
 import itertools
 import math
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +51,7 @@ from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax,
 from pyops.ops.shapes import BroadcastTo, GetItem, Pad, Permute, Place, Reshape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pyops.typing import Array, Axis, Numbers, Shape
 
@@ -96,26 +98,35 @@ def sigmoid(x: Numbers) -> Tensor:
     return apply(Sigmoid, tensor(x))
 
 
-def relu(x: Numbers) -> Tensor:
-    """Return max(x, 0), elementwise."""
+def _check_inplace(who: str, inplace: bool) -> None:
+    if inplace:
+        raise ValueError(f'{who}: inplace: expected False, got True: x is never changed; use x = {who}(x)')
+
+
+def relu(x: Numbers, inplace: bool = False) -> Tensor:
+    """Return max(x, 0), elementwise.  inplace: False; ValueError for True, here and in the functions below."""
+    _check_inplace('relu', inplace)
     x = tensor(x)
     return x.maximum(0.0) if _is_double(x) else apply(ReLU, x)
 
 
-def silu(x: Numbers) -> Tensor:
+def silu(x: Numbers, inplace: bool = False) -> Tensor:
     """Return x / (1 + e^-x), elementwise."""
+    _check_inplace('silu', inplace)
     x = tensor(x)
     return x * sigmoid(x) if _is_double(x) else apply(SiLU, x)
 
 
-def leaky_relu(x: Numbers, negative_slope: float = 0.01) -> Tensor:
+def leaky_relu(x: Numbers, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """Return x where x > 0, else negative_slope * x."""
+    _check_inplace('leaky_relu', inplace)
     x = tensor(x)
     return where(x > 0, x, x * negative_slope)
 
 
-def elu(x: Numbers, alpha: float = 1.0) -> Tensor:
+def elu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """Return x where x > 0, else alpha (e^x - 1)."""
+    _check_inplace('elu', inplace)
     x = tensor(x)
     return where(x > 0, x, alpha * (exp(where(x > 0, 0.0, x)) - 1))
 
@@ -131,7 +142,10 @@ def gelu(x: Numbers, approximate: str = 'none') -> Tensor:
     """Return x (1 + erf(x / sqrt(2))) / 2, elementwise; with approximate='tanh' PyTorch's formula with tanh."""
     if approximate not in ('none', 'tanh'):
         raise ValueError(f"gelu: approximate: expected 'none' or 'tanh', got {approximate!r}")
-    return apply(GELU if approximate == 'none' else GELUTanh, tensor(x))
+    x = tensor(x)
+    if approximate == 'tanh' and _is_double(x):
+        return x * (tanh((x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)) + 1) * 0.5
+    return apply(GELU if approximate == 'none' else GELUTanh, x)
 
 
 def sin(x: Numbers) -> Tensor:
@@ -142,6 +156,16 @@ def sin(x: Numbers) -> Tensor:
 def cos(x: Numbers) -> Tensor:
     """Return the cosine, elementwise."""
     return tensor(x).cos()
+
+
+def tan(x: Numbers) -> Tensor:
+    """Return the tangent, elementwise."""
+    return tensor(x).tan()
+
+
+def log1p(x: Numbers) -> Tensor:
+    """Return log(1 + x), elementwise, accurate for small x."""
+    return tensor(x).log1p()
 
 
 def clip(x: Numbers, min: Any = None, max: Any = None) -> Tensor:
@@ -164,61 +188,51 @@ def minimum(a: Numbers, b: Numbers) -> Tensor:
 
 # ---- reductions --------------------------------------------------------------------------------------------------------
 
-@accepts_torch_names
 def sum(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the sum over axes."""
     return apply(Sum, tensor(x), axis=axis, keepdims=keepdims)
 
 
-@accepts_torch_names
 def mean(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the mean over axes."""
     return apply(Mean, tensor(x), axis=axis, keepdims=keepdims)
 
 
-@accepts_torch_names
 def var(x: Numbers, axis: Axis = None, keepdims: bool = False, correction: int = 1) -> Tensor:
     """Return the variance: the sum of squared deviations from the mean, divided by n - correction."""
     return tensor(x).var(axis, correction, keepdims)
 
 
-@accepts_torch_names
 def std(x: Numbers, axis: Axis = None, keepdims: bool = False, correction: int = 1) -> Tensor:
     """Return the standard deviation, the square root of `var`."""
     return tensor(x).std(axis, correction, keepdims)
 
 
-@accepts_torch_names
 def prod(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the product over axes."""
     return tensor(x).prod(axis, keepdims)
 
 
-@accepts_torch_names
 def norm(x: Numbers, ord: float = 2, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord)."""
     return tensor(x).norm(ord, axis, keepdims)
 
 
-@accepts_torch_names
 def cumsum(x: Numbers, axis: int | None = None) -> Tensor:
     """Return the sums of the first 1, 2, ... elements along an axis; None: of the flattened tensor."""
     return tensor(x).cumsum(axis)
 
 
-@accepts_torch_names
 def argmax(x: Numbers, axis: int | None = None, keepdims: bool = False) -> Tensor:
     """Return the index of the maximum, int32, the first of equals."""
     return tensor(x).argmax(axis, keepdims)
 
 
-@accepts_torch_names
 def argmin(x: Numbers, axis: int | None = None, keepdims: bool = False) -> Tensor:
     """Return the index of the minimum, int32, the first of equals."""
     return tensor(x).argmin(axis, keepdims)
 
 
-@accepts_torch_names
 def sort(x: Numbers, axis: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
     """Return x sorted along an axis, and the indices that sort it, as in PyTorch."""
     x = tensor(x)
@@ -226,49 +240,41 @@ def sort(x: Numbers, axis: int = -1, descending: bool = False) -> tuple[Tensor, 
     return x.take_along_axis(order, axis), order
 
 
-@accepts_torch_names
 def argsort(x: Numbers, axis: int = -1, descending: bool = False) -> Tensor:
     """Return the int32 indices that sort x along an axis; equal elements keep their order."""
     return tensor(x).argsort(axis, descending)
 
 
-@accepts_torch_names
 def topk(x: Numbers, k: int, axis: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
     """Return the k largest (or smallest) elements along an axis in order, and their indices."""
     return tensor(x).topk(k, axis, largest)
 
 
-@accepts_torch_names
 def gather(x: Numbers, axis: int, index: Numbers) -> Tensor:
     """Return x[..., index[..., j, ...], ...] along an axis, as in PyTorch."""
     return tensor(x).gather(axis, index)
 
 
-@accepts_torch_names
 def max(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the maximum.  Equal maxima share the gradient equally."""
     return apply(Max, tensor(x), axis=axis, keepdims=keepdims)
 
 
-@accepts_torch_names
 def min(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the minimum.  Equal minima share the gradient equally."""
     return apply(Min, tensor(x), axis=axis, keepdims=keepdims)
 
 
-@accepts_torch_names
 def logsumexp(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return log(sum(e^x)) over axes, without overflow."""
     return apply(LogSumExp, tensor(x), axis=axis, keepdims=keepdims)
 
 
-@accepts_torch_names
 def softmax(x: Numbers, axis: int = -1) -> Tensor:
     """Return e^x / sum(e^x) along an axis, without overflow."""
     return apply(Softmax, tensor(x), axis=axis)
 
 
-@accepts_torch_names
 def log_softmax(x: Numbers, axis: int = -1) -> Tensor:
     """Return log(softmax(x)) along an axis."""
     return apply(LogSoftmax, tensor(x), axis=axis)
@@ -296,13 +302,11 @@ def broadcast_to(x: Numbers, shape: Sequence[int]) -> Tensor:
     return apply(BroadcastTo, tensor(x), shape=tuple(shape))
 
 
-@accepts_torch_names
 def flip(x: Numbers, axis: Axis = None) -> Tensor:
     """Reverse the order along an axis, several, or all (None)."""
     return tensor(x).flip(axis)
 
 
-@accepts_torch_names
 def unbind(x: Numbers, axis: int = 0) -> tuple[Tensor, ...]:
     """Return the slices of x along an axis, without that axis, as a tuple: the inverse of stack."""
     return tensor(x).unbind(axis)
@@ -311,7 +315,6 @@ def unbind(x: Numbers, axis: int = 0) -> tuple[Tensor, ...]:
 cat = concatenate
 
 
-@accepts_torch_names
 def repeat_interleave(x: Numbers, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
     """Repeat each element along an axis; None: of the flattened tensor.  np.repeat."""
     return tensor(x).repeat(repeats, axis)
@@ -322,13 +325,11 @@ def tile(x: Numbers, reps: Sequence[int]) -> Tensor:
     return tensor(x).tile(reps)
 
 
-@accepts_torch_names
 def squeeze(x: Numbers, axis: Axis = None) -> Tensor:
     """Remove axes of size 1: these, or all."""
     return tensor(x).squeeze(axis)
 
 
-@accepts_torch_names
 def unsqueeze(x: Numbers, axis: int) -> Tensor:
     """Insert an axis of size 1 at position `axis`."""
     return tensor(x).unsqueeze(axis)
@@ -339,7 +340,6 @@ def flatten(x: Numbers, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     return tensor(x).flatten(start_dim, end_dim)
 
 
-@accepts_torch_names
 def split(x: Numbers, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
     """Split x along an axis and return a tuple: the inverse of cat.
 
@@ -348,12 +348,22 @@ def split(x: Numbers, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor
     return tensor(x).split(sizes, axis)
 
 
-def pad(x: Numbers, widths: Sequence[int] | Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
-    """Pad x with `value` at both ends of its axes.
+_PAD_MODES = {'constant': 'constant', 'reflect': 'reflect', 'replicate': 'edge', 'circular': 'wrap'}       # -> np.pad's
+
+
+def pad(x: Numbers, widths: Sequence[int] | Sequence[tuple[int, int]], mode: str = 'constant',
+        value: float | None = None) -> Tensor:
+    """Pad x at both ends of its axes with `value`, 0 if None.
 
     widths: (before, after) of the last axis, then of the one before it, ..., flat as in PyTorch: (1, 2, 3, 4); or as in numpy
     one pair per axis: ((3, 4), (1, 2))
+    mode: 'constant'; or with elements of x: 'replicate' repeats the outermost, 'reflect' mirrors x at it, 'circular' continues
+    with the other end of x
     """
+    if mode not in _PAD_MODES:
+        raise ValueError(f'pad: mode: expected one of {", ".join(_PAD_MODES)}, got {mode!r}; pass value by name')
+    if mode != 'constant' and value is not None:
+        raise ValueError(f"pad: value: expected None with mode {mode!r}, got {value}")
     x = tensor(x)
     given: Any = tuple(widths)
     if all(isinstance(n, int) for n in given):
@@ -364,10 +374,18 @@ def pad(x: Numbers, widths: Sequence[int] | Sequence[tuple[int, int]], value: fl
         pairs = [tuple(pair) for pair in given]
     if len(pairs) != x.ndim or any(n < 0 for pair in pairs for n in pair):
         raise ValueError(f'pad: expected widths of at least 0 for the {x.ndim} axes of {x.shape}, got {given}')
-    return apply(Pad, x, widths=tuple(pairs), value=value)
+    if mode == 'constant':
+        return apply(Pad, x, widths=tuple(pairs), value=0.0 if value is None else value)
+    for axis, (before, after) in enumerate(pairs):
+        n, wide = x.shape[axis], builtins.max(before, after)
+        most = {'reflect': n - 1, 'circular': n, 'replicate': wide if n else 0}[mode]
+        if wide > most:
+            raise ValueError(f'pad: expected widths of at most {most} for axis {axis} of {x.shape} with {mode!r}, got {wide}')
+        if wide:
+            x = x.take(np.pad(np.arange(n), (before, after), _PAD_MODES[mode]), axis)       # type: ignore[call-overload]
+    return x
 
 
-@accepts_torch_names
 def dilate(x: Numbers, axis: Axis, dilation: int) -> Tensor:
     """Insert `dilation` zeros after each element along the axes: size n becomes n (1 + dilation)."""
     x = tensor(x)
@@ -376,7 +394,6 @@ def dilate(x: Numbers, axis: Axis, dilation: int) -> Tensor:
     return apply(Place, x, shape=shape, index=_every(axes, x.ndim, 1 + dilation))
 
 
-@accepts_torch_names
 def undilate(x: Numbers, axis: Axis, dilation: int) -> Tensor:
     """Remove the zeros that dilate inserted."""
     x = tensor(x)
@@ -387,9 +404,16 @@ def _every(axes: Shape, ndim: int, step: int) -> tuple[slice, ...]:
     return tuple(slice(None, None, step if i in axes else None) for i in range(ndim))
 
 
-def one_hot(labels: Numbers, num_classes: int) -> Tensor:
-    """Return float32 (..., num_classes): 1 at the label, 0 elsewhere.  ValueError for a label outside 0 .. num_classes - 1."""
+def one_hot(labels: Numbers, num_classes: int = -1) -> Tensor:
+    """Return float32 (..., num_classes): 1 at the label, 0 elsewhere.  ValueError for a label outside 0 .. num_classes - 1.
+
+    num_classes: -1: one more than the largest label
+    """
     labels = tensor(labels)
+    if num_classes == -1:
+        if not labels.size:
+            raise ValueError('one_hot: num_classes: expected a number for no labels, got -1')
+        num_classes = int(labels.numpy().max()) + 1
     classes = Tensor(np.arange(num_classes, dtype=np.int32), device=labels.device)
     top = labels.numpy().max(initial=-1), labels.numpy().min(initial=num_classes)
     if top[0] >= num_classes or top[1] < 0:
@@ -445,15 +469,22 @@ def _mask_number(step: Any) -> Array:
     return backend.put(np.array([next(_masks) if step is None else int(np.asarray(step).reshape(()))], np.int64))
 
 
-def dropout(x: Numbers, p: float = 0.5, training: bool = True, key: int = 0, step: Any = None) -> Tensor:
+def dropout(x: Numbers, p: float = 0.5, training: bool = True, inplace: bool = False, *, key: int = 0,
+            step: Any = None) -> Tensor:
     """Set each element to 0 with probability p and scale the rest by 1 / (1 - p).  Return x unchanged if not training.
 
     The mask is a function of (key, step).  step=None: the next number of a counter in this process.
     """
+    _check_inplace('dropout', inplace)
     x = tensor(x)
     if training and p == 1:
         return x * 0.0
-    return apply(Dropout, x, _mask_number(step), p=p, key=key) if training and p else x
+    if not (training and p):
+        return x
+    if _is_double(x):
+        kept = apply(Dropout, Tensor(np.ones(x.shape, np.float32), device=x.device), _mask_number(step), p=p, key=key) != 0
+        return x * kept.astype(x.dtype) / (1 - p)
+    return apply(Dropout, x, _mask_number(step), p=p, key=key)
 
 
 def residual(x: Numbers, branch: Numbers, p: float = 0.0, training: bool = True, key: int = 0, step: Any = None) -> Tensor:
@@ -462,13 +493,33 @@ def residual(x: Numbers, branch: Numbers, p: float = 0.0, training: bool = True,
     return apply(Residual, tensor(x), tensor(branch), step, p=p, key=key)
 
 
-def layer_norm(x: Numbers, weight: Numbers, bias: Numbers, eps: float = 1e-5) -> Tensor:
-    """Normalise the last axis to mean 0 and variance 1, scale by weight, add bias;  x (..., C), weight (C,), bias (C,)."""
-    x = tensor(x)
+def layer_norm(x: Numbers, normalized_shape: int | Sequence[int], weight: Numbers | None = None, bias: Numbers | None = None,
+               eps: float = 1e-5) -> Tensor:
+    """Normalise the last axes, of sizes normalized_shape, together to mean 0 and variance 1, scale by weight, add bias.
+
+    x (..., *normalized_shape), weight and bias: normalized_shape, or None
+    """
+    if isinstance(normalized_shape, Tensor | np.ndarray):
+        raise TypeError(f'layer_norm: normalized_shape: expected the sizes of the last axes, got '
+                        f'{type(normalized_shape).__name__}; weight and bias come after it')
+    x, shape = tensor(x), (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or x.shape[-len(shape):] != shape:
+        raise ValueError(f'x: expected shape (..., {", ".join(map(str, shape))}), got {x.shape}')
+    for name, given in (('weight', weight), ('bias', bias)):
+        if given is not None and tensor(given).shape != shape:
+            raise ValueError(f'{name}: expected shape {shape}, got {tensor(given).shape}')
     if _is_double(x):
-        centred = x - mean(x, -1, True)
-        return centred / sqrt(mean(centred * centred, -1, True) + eps) * weight + bias
-    return apply(LayerNorm, x, weight=tensor(weight), bias=tensor(bias), eps=eps)
+        axes = tuple(range(-len(shape), 0))
+        centred = x - mean(x, axes, True)
+        y = centred / sqrt(mean(centred * centred, axes, True) + eps)
+        y = y if weight is None else y * weight
+        return y if bias is None else y + bias
+    size = math.prod(shape)
+    weight, bias = (tensor(np.full(size, default, np.float32), x) if given is None else tensor(given).reshape(size)
+                    if len(shape) > 1 else tensor(given) for given, default in ((weight, 1), (bias, 0)))
+    rows = x.reshape(*x.shape[:-len(shape)], size) if len(shape) > 1 else x
+    y = apply(LayerNorm, rows, weight=weight, bias=bias, eps=eps)
+    return y.reshape(x.shape) if len(shape) > 1 else y
 
 
 def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | None, weight: Numbers | None = None,
@@ -482,6 +533,8 @@ def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | 
     if not training and (running_mean is None or running_var is None):
         raise ValueError('batch_norm: running_mean and running_var: expected arrays in evaluation, got None')
     C = x.shape[1] if x.ndim > 1 else 0
+    if _is_double(x):
+        return _batch_norm_in_double(x, running_mean, running_var, weight, bias, training, momentum, eps)
     weight, bias = (tensor(np.full(C, default, np.float32) if given is None else given, x)
                     for given, default in ((weight, 1), (bias, 0)))
     given = running_mean, running_var
@@ -496,6 +549,27 @@ def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | 
             if isinstance(value, np.ndarray):
                 value[...] = statistic.numpy()
     return y
+
+
+def _batch_norm_in_double(x: Tensor, running_mean: Any, running_var: Any, weight: Numbers | None, bias: Numbers | None,
+                          training: bool, momentum: float, eps: float) -> Tensor:
+    """Return batch_norm of float64 x, from array ops."""
+    per_channel, axes = (1, -1, *[1] * (x.ndim - 2)), (0, *range(2, x.ndim))
+    if training:
+        n = x.size // x.shape[1]
+        if n < 2:
+            raise ValueError(f'batch_norm: expected more than one value per channel in training, got shape {x.shape}')
+        centre = mean(x, axes, True)
+        spread = mean((x - centre) * (x - centre), axes, True)
+        for running, found in ((running_mean, centre), (running_var, spread * (n / (n - 1)))):
+            if running is not None:
+                old = np.asarray(running.numpy() if hasattr(running, 'numpy') else running)
+                running[...] = old + momentum * (found.numpy().reshape(-1) - old)
+    else:
+        centre, spread = (tensor(running, x).reshape(per_channel) for running in (running_mean, running_var))
+    y = (x - centre) / sqrt(spread + eps)
+    y = y if weight is None else y * tensor(weight).reshape(per_channel)
+    return y if bias is None else y + tensor(bias).reshape(per_channel)
 
 
 def group_norm(x: Numbers, num_groups: int, weight: Numbers | None = None, bias: Numbers | None = None,
@@ -612,12 +686,19 @@ def conv2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
            padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1) -> Tensor:
     """Convolve images with filters: x (N, C, H, W), weight (O, C / groups, kh, kw), bias (O,) or None -> (N, O, Ho, Wo).
 
+    Here and in the functions below x may also be one image without the axis N; then the result is one, too.
+
     stride, padding, dilation: an int or a pair; padding also 'same', which keeps H and W, or 'valid', which is 0.
     groups: each group of O / groups filters sees its own C / groups channels.
     """
     parameters = {} if bias is None else {'bias': tensor(bias)}
-    return apply(Conv2d, tensor(x), weight=tensor(weight), **parameters, stride=stride, padding=padding, dilation=dilation,
-                 groups=groups)
+    return _each_image(tensor(x), lambda x: apply(
+        Conv2d, x, weight=tensor(weight), **parameters, stride=stride, padding=padding, dilation=dilation, groups=groups))
+
+
+def _each_image(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function of images (N, C, ...), with 4 axes, to those or to one image."""
+    return function(x.unsqueeze(0)).squeeze(0) if x.ndim == 3 else function(x)
 
 
 def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int = 1, padding: int | str = 0,
@@ -627,8 +708,10 @@ def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
     The settings are the same as conv2d's, which computes it with images of height 1.
     """
     x, weight = tensor(x), tensor(weight)
-    if x.ndim != 3 or weight.ndim != 3:
+    if x.ndim not in (2, 3) or weight.ndim != 3:
         raise ValueError(f'conv1d: expected x (N, C, L) and weight (O, C / groups, k), got {x.shape} and {weight.shape}')
+    if x.ndim == 2:
+        return conv1d(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     return conv2d(x.unsqueeze(2), weight.unsqueeze(2), bias, (1, stride), padding if isinstance(padding, str) else (0, padding),
                   (1, dilation), groups).reshape(len(x), len(weight), -1)
 
@@ -640,8 +723,8 @@ def max_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
     kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size.  ceil_mode: round Ho and Wo up, so that
     a last window may reach beyond the padding.  The gradient goes to the first of equal maxima.
     """
-    return apply(MaxPool2d, tensor(x), kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation,
-                 ceil_mode=ceil_mode)
+    return _each_image(tensor(x), lambda x: apply(
+        MaxPool2d, x, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation, ceil_mode=ceil_mode))
 
 
 def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
@@ -651,30 +734,31 @@ def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
     kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  ceil_mode: round Ho and Wo up, so that a last
     window may reach beyond the padding; only its elements inside count.  count_include_pad: padding counts as zeros.
     """
-    return apply(AvgPool2d, tensor(x), kernel_size=kernel_size, stride=stride, padding=padding, ceil_mode=ceil_mode,
-                 count_include_pad=count_include_pad)
+    return _each_image(tensor(x), lambda x: apply(
+        AvgPool2d, x, kernel_size=kernel_size, stride=stride, padding=padding, ceil_mode=ceil_mode,
+        count_include_pad=count_include_pad))
 
 
 def max_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0, dilation: int = 1,
                ceil_mode: bool = False) -> Tensor:
     """Return the maximum of each window: x (N, C, L) -> (N, C, Lo).  Settings as in max_pool2d."""
     x = _with_height('max_pool1d', x)
-    return max_pool2d(x, (1, kernel_size), stride and (1, stride), (0, padding), (1, dilation), ceil_mode).squeeze(2)
+    return max_pool2d(x, (1, kernel_size), stride and (1, stride), (0, padding), (1, dilation), ceil_mode).squeeze(-2)
 
 
 def avg_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False,
                count_include_pad: bool = True) -> Tensor:
     """Return the average of each window: x (N, C, L) -> (N, C, Lo).  Settings as in avg_pool2d."""
     x = _with_height('avg_pool1d', x)
-    return avg_pool2d(x, (1, kernel_size), stride and (1, stride), (0, padding), ceil_mode, count_include_pad).squeeze(2)
+    return avg_pool2d(x, (1, kernel_size), stride and (1, stride), (0, padding), ceil_mode, count_include_pad).squeeze(-2)
 
 
 def _with_height(who: str, x: Numbers) -> Tensor:
-    """Return sequences (N, C, L) as images (N, C, 1, L)."""
+    """Return sequences (N, C, L) as images (N, C, 1, L), and (C, L) as (C, 1, L)."""
     x = tensor(x)
-    if x.ndim != 3:
+    if x.ndim not in (2, 3):
         raise ValueError(f'{who}: expected x (N, C, L), got shape {x.shape}')
-    return x.unsqueeze(2)
+    return x.unsqueeze(-2)
 
 
 def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
@@ -684,9 +768,9 @@ def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
     (i + 1) n / size, rounded up.
     """
     x = tensor(x)
-    if x.ndim != 4:
+    if x.ndim not in (3, 4):
         raise ValueError(f'adaptive_avg_pool2d: expected x (N, C, H, W), got shape {x.shape}')
-    sizes, given = pair('output_size', output_size, 1), x.shape[2:]
+    sizes, given = pair('output_size', output_size, 1), x.shape[-2:]
     if not any(n % size for n, size in zip(given, sizes, strict=True)):
         return avg_pool2d(x, [n // size for n, size in zip(given, sizes, strict=True)])
     rows, columns = (Tensor(_averages(n, size), device=x.device) for n, size in zip(given, sizes, strict=True))
@@ -884,15 +968,23 @@ def _reduced(who: str, losses: Tensor, reduction: str) -> Tensor:
 
 # ---- similarity --------------------------------------------------------------------------------------------------------
 
-@accepts_torch_names
 def normalize(x: Numbers, p: float = 2.0, axis: int = 1, eps: float = 1e-12) -> Tensor:
     """Return x divided by its p-norm along an axis, or by eps if that is larger."""
     x = tensor(x)
     return x / norm(x, p, axis, True).maximum(eps)
 
 
-@accepts_torch_names
 def cosine_similarity(a: Numbers, b: Numbers, axis: int = 1, eps: float = 1e-8) -> Tensor:
     """Return the cosine of the angle between vectors along an axis.  Norms count as at least eps."""
     a, b = tensor(a), tensor(b)
     return (a * b).sum(axis) / (norm(a, 2, axis).maximum(eps) * norm(b, 2, axis).maximum(eps))
+
+
+def _accept_torch_names() -> None:
+    """Let the functions of this module take their arguments by PyTorch's names, too."""
+    for name, function in list(globals().items()):
+        if isinstance(function, FunctionType) and function.__module__ == __name__ and not name.startswith('_'):
+            globals()[name] = accepts_torch_names(function)
+
+
+_accept_torch_names()

@@ -15,6 +15,7 @@ A class defines a few primitives, on which the methods below are built:
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     from pyops.typing import Axis, Numbers, Shape
 
 Function = TypeVar('Function', bound='Callable[..., Any]')
-# PyTorch's names of arguments -> the names here
-TORCH_NAMES = {'dim': 'axis', 'keepdim': 'keepdims', 'dims': 'axis', 'axes': 'axis'}
+# PyTorch's names of arguments -> the names here, of which a function has at most one
+TORCH_NAMES = {
+    'dim': ('axis',), 'keepdim': ('keepdims',), 'dims': ('axis', 'axes', 'reps'), 'axes': ('axis',),
+    'input': ('x', 'a', 'ids', 'labels'), 'other': ('b',), 'target': ('labels',), 'tensor': ('x', 'labels'), 'x1': ('a',),
+    'x2': ('b',), 'dim0': ('a',), 'dim1': ('b',), 'pad': ('widths',), 'p': ('ord',), 'split_size_or_sections': ('sizes',)}
 
 
 # names of devices for x.to: PyTorch's, and ours of a GPU
@@ -36,12 +40,17 @@ DEVICE_NAMES = 'cpu', 'cuda', 'cuda:0', 'gpu'
 
 
 def accepts_torch_names(function: Function) -> Function:
-    """Decorate a function that takes `axis` or `keepdims`: accept them as `dim`, `dims` and `keepdim` as well."""
+    """Decorate a function that takes `axis` or `keepdims`: accept them as `dim`, `dims` and `keepdim` as well; x as `input` ...
+    """
+    own = {name for name, one in inspect.signature(function).parameters.items() if one.kind is not one.VAR_POSITIONAL}
+    names = {theirs: next(name for name in ours if name in own) for theirs, ours in TORCH_NAMES.items()
+             if theirs not in own and own.intersection(ours)}
+
     @functools.wraps(function)
     def wrapper(*args: Any, **named: Any) -> Any:
         if named:
-            for given in named.keys() & TORCH_NAMES.keys():
-                name = TORCH_NAMES[given]
+            for given in named.keys() & names.keys():
+                name = names[given]
                 if name in named:
                     raise TypeError(f'{function.__name__}: got {name} and also {given}, its name in PyTorch; give one of them')
                 named[name] = named.pop(given)
@@ -182,6 +191,16 @@ class Methods:
     def cos(self) -> Self:
         """Return the cosine."""
         return self._unary('cos')
+
+    def tan(self) -> Self:
+        """Return the tangent."""
+        return self.sin() / self.cos()
+
+    def log1p(self) -> Self:
+        """Return log(1 + x), accurate for small x."""
+        y, x = (self + 1).log(), self._plain()
+        # 1 + x is rounded; the derivative of log times the error corrects that
+        return y + self._constant(x._function('where')(abs(x) < 0.5, (x - ((x + 1) - 1)) / (x + 1), 0))
 
     def floor(self) -> Self:
         """Return the largest whole number that is at most x, without a gradient."""

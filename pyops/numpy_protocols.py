@@ -27,8 +27,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     'invert': operator.invert, 'maximum': lambda a, b: a.maximum(b), 'minimum': lambda a, b: a.minimum(b),
     'logical_and': lambda a, b: (a != 0) & (b != 0), 'logical_or': lambda a, b: (a != 0) | (b != 0),
     'logical_xor': lambda a, b: (a != 0) ^ (b != 0), 'logical_not': lambda x: x == 0, 'isinf': lambda x: abs(x) == np.inf,
-    **{name: operator.methodcaller(name) for name in ('exp', 'log', 'sqrt', 'tanh', 'sin', 'cos', 'floor', 'ceil', 'square',
-                                                      'reciprocal', 'sign', 'isnan', 'isfinite')}}
+    **{name: operator.methodcaller(name) for name in ('exp', 'log', 'log1p', 'sqrt', 'tanh', 'sin', 'cos', 'tan', 'floor',
+                                                      'ceil', 'square', 'reciprocal', 'sign', 'isnan', 'isfinite')}}
 # ufunc -> method for ufunc.reduce
 _REDUCTIONS = {'add': 'sum', 'multiply': 'prod', 'maximum': 'max', 'minimum': 'min', 'logical_or': 'any', 'logical_and': 'all'}
 # functions of one array that are methods with the same arguments

@@ -1,7 +1,8 @@
 """Attention and transformer layers on sequences (T, B, E), or (B, T, E) with batch_first.  Vaswani et al. 2017,
 arXiv:1706.03762.
 
-Arguments, parameter names and shapes match PyTorch's.
+Parameter names, shapes and arguments are PyTorch's, except MultiHeadAttention's call and masks; add_bias_kv and add_zero_attn are
+refused.
 """
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class _Attention(Layer):
                  add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None,
                  batch_first: bool = False) -> None:
         name = type(self).__name__
-        if embed_dim % num_heads:
+        if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f'{name}: embed_dim {embed_dim} must be a multiple of num_heads {num_heads}')
         if add_bias_kv or add_zero_attn:
             raise ValueError(f'{name}: add_bias_kv and add_zero_attn: expected False, got True; append rows to key and value')
@@ -170,7 +171,7 @@ class MultiheadAttention(_Attention):
 
 # ---- transformer layers ------------------------------------------------------------------------------------------------
 
-_ACTIVATIONS = {'relu': F.relu, 'gelu': F.gelu, 'silu': F.silu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {'relu': F.relu, 'gelu': F.gelu, 'silu': F.silu}
 
 
 class _TransformerLayer(Layer):
@@ -293,6 +294,9 @@ class TransformerDecoder(_Stack):
     Arguments as in the layer; copies as in TransformerEncoder.
     """
     LAYER = TransformerDecoderLayer
+
+    def __init__(self, decoder_layer: TransformerDecoderLayer, num_layers: int, norm: Module | None = None) -> None:
+        super().__init__(decoder_layer, num_layers, norm)
 
     def forward_tensors(self, tgt: Tensor, memory: Tensor, tgt_mask: Numbers | None = None, memory_mask: Numbers | None = None,
                         tgt_key_padding_mask: Numbers | None = None, memory_key_padding_mask: Numbers | None = None,

@@ -300,12 +300,7 @@ class LayerNorm(KernelLayer):
     def forward_tensors(self, x: Tensor) -> Tensor:
         if self._is_one_kernel():
             return super().forward_tensors(x)
-        axes, shape = len(self.normalized_shape), x.shape
-        if shape[-axes:] != self.normalized_shape:
-            raise ValueError(f'x: expected shape (..., {", ".join(map(str, self.normalized_shape))}), got {shape}')
-        weight, bias = (Tensor(np.full(self.features, default, np.float32), device=x.device) if parameter is None
-                        else parameter.reshape(-1) for parameter, default in ((self.weight, 1), (self.bias, 0)))
-        return F.layer_norm(x.reshape(*shape[:-axes], self.features), weight, bias, self.eps).reshape(shape)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def forward_arrays(self, x: Array) -> tuple[Array, Any]:
         return super().forward_arrays(x) if self._is_one_kernel() else Layer.forward_arrays(self, x)
@@ -325,38 +320,55 @@ class _BatchNorm(KernelLayer):
     """Normalise each channel over the batch to mean 0 and variance 1, then scale by weight and add bias.
 
     Training updates running_mean and running_var, moving averages that replace the batch statistics in evaluation.
+    affine=False: without weight and bias.  track_running_stats=False: evaluation normalises over the batch, too.
     """
-    running_mean: Array
-    running_var: Array
+    running_mean: Array | None
+    running_var: Array | None
     dimensions: tuple[int, ...]         # of x
 
-    def __init__(self, features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
-        self.features, self.eps, self.momentum = features, eps, momentum
-        self.weight, self.bias = Parameter((features,), init.ones()), Parameter((features,), init.zeros())
-        self.register_buffer('running_mean', backend.zeros(features))
-        self.register_buffer('running_var', backend.put(np.ones(features, np.float32)))
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
+                 track_running_stats: bool = True) -> None:
+        if momentum is None:
+            raise ValueError(f'{type(self).__name__}: momentum: expected a number, got None')
+        self.num_features = self.features = num_features
+        self.eps, self.momentum, self.affine, self.track_running_stats = eps, momentum, affine, track_running_stats
+        self.weight = Parameter((num_features,), init.ones()) if affine else None
+        self.bias = Parameter((num_features,), init.zeros()) if affine else None
+        self.running_mean = self.running_var = None
+        if track_running_stats:
+            self.register_buffer('running_mean', backend.zeros(num_features))
+            self.register_buffer('running_var', backend.put(np.ones(num_features, np.float32)))
 
-    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
+    def op(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         return (ops.BatchNorm, {'weight': self.weight, 'bias': self.bias},
-                {'training': self.training, 'eps': self.eps, 'momentum': self.momentum})
+                {'training': self.training or not self.track_running_stats, 'eps': self.eps, 'momentum': self.momentum})
 
     def constants(self) -> tuple[Any, ...]:
         return self.running_mean, self.running_var
 
     def forward_tensors(self, x: Tensor) -> Tensor:
         self._check(x)
-        return super().forward_tensors(x)
+        if self.affine:
+            return super().forward_tensors(x)
+        op, _, settings = self.op()
+        parameters = {name: Tensor(np.full(self.num_features, value, np.float32), device=x.device)
+                      for name, value in (('weight', 1), ('bias', 0))}
+        return autograd.apply(op, x, *self.constants(), **parameters, **settings)
 
     def forward_arrays(self, x: Array) -> tuple[Array, Any]:
         self._check(x)
-        return super().forward_arrays(x)
+        return super().forward_arrays(x) if self.affine else Layer.forward_arrays(self, x)
+
+    def backward(self, dy: Array, ctx: Any) -> Array:
+        return super().backward(dy, ctx) if self.affine else Layer.backward(self, dy, ctx)
 
     def _check(self, x: Any) -> None:
         if len(x.shape) not in self.dimensions:
             raise ValueError(f'x: expected {" or ".join(map(str, self.dimensions))} axes, got shape {x.shape}')
 
     def settings(self) -> str:
-        return f'{self.features}'
+        more = ''.join(f', {name}=False' for name in ('affine', 'track_running_stats') if not getattr(self, name))
+        return f'{self.num_features}{more}'
 
 
 class BatchNorm1d(_BatchNorm):
@@ -424,7 +436,16 @@ class Embedding(KernelLayer):
             '' if self.padding_idx is None else f', padding_idx={self.padding_idx}')
 
 
-class Conv2d(KernelLayer):
+class _Images(KernelLayer):
+    """Base of layers of images (N, C, H, W), on Tensors also of one image (C, H, W)."""
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        if len(x.shape) != 3:
+            return super().forward_tensors(x)
+        return super().forward_tensors(x.unsqueeze(0)).squeeze(0)
+
+
+class Conv2d(_Images):
     """y[n, o] = sum over channels and window of x * weight[o], plus bias[o];  x (N, C, H, W) -> y (N, O, Ho, Wo).
 
     weight (out_channels, in_channels / groups, kh, kw) is initialised with kaiming_uniform, bias (out_channels,) with zeros.
@@ -434,9 +455,10 @@ class Conv2d(KernelLayer):
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
                  padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
                  bias: bool = True) -> None:
-        self.kernel_size = convolution.pair('kernel_size', kernel_size, 1)
+        self.kernel_size = _naming(self, convolution.pair, 'kernel_size', kernel_size, 1)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+        _naming(self, convolution.check_settings, stride, padding, dilation, groups)
         self.weight, self.bias = _filters(in_channels, out_channels, self.kernel_size, groups, bias)
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
@@ -455,9 +477,10 @@ class Conv1d(Layer):
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int | str = 0,
                  dilation: int = 1, groups: int = 1, bias: bool = True) -> None:
-        self.kernel_size, self.in_channels, self.out_channels = kernel_size, in_channels, out_channels
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
-        self.weight, self.bias = _filters(in_channels, out_channels, (kernel_size,), groups, bias)
+        self.kernel_size, self.in_channels, self.out_channels = _one(kernel_size), in_channels, out_channels
+        self.stride, self.padding, self.dilation, self.groups = _one(stride), _one(padding), _one(dilation), groups
+        _naming(self, convolution.check_settings, self.stride, self.padding, self.dilation, groups)
+        self.weight, self.bias = _filters(in_channels, out_channels, (self.kernel_size,), groups, bias)
 
     def forward_tensors(self, x: Tensor) -> Tensor:
         return F.conv1d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
@@ -465,7 +488,7 @@ class Conv1d(Layer):
     settings = Conv2d.settings
 
 
-class MaxPool2d(KernelLayer):
+class MaxPool2d(_Images):
     """The maximum of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
 
     kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size.  ceil_mode: a last window may reach
@@ -479,6 +502,7 @@ class MaxPool2d(KernelLayer):
             raise ValueError('MaxPool2d: return_indices: expected False, got True; the op keeps its indices for itself')
         self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
         self.padding, self.dilation, self.ceil_mode = padding, dilation, ceil_mode
+        _naming(self, ops.MaxPool2d, kernel_size, stride, padding, dilation, ceil_mode)
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.MaxPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
@@ -488,7 +512,7 @@ class MaxPool2d(KernelLayer):
         return _pooling_settings(self, dilation=1, ceil_mode=False)
 
 
-class AvgPool2d(KernelLayer):
+class AvgPool2d(_Images):
     """The average of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
 
     kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  ceil_mode: a last window may reach beyond the
@@ -499,6 +523,7 @@ class AvgPool2d(KernelLayer):
                  padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True) -> None:
         self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
         self.padding, self.ceil_mode, self.count_include_pad = padding, ceil_mode, count_include_pad
+        _naming(self, ops.AvgPool2d, kernel_size, stride, padding, ceil_mode)
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.AvgPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
@@ -516,8 +541,10 @@ class MaxPool1d(Layer):
                  return_indices: bool = False, ceil_mode: bool = False) -> None:
         if return_indices:
             raise ValueError('MaxPool1d: return_indices: expected False, got True; the op keeps its indices for itself')
-        self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
-        self.padding, self.dilation, self.ceil_mode = padding, dilation, ceil_mode
+        self.kernel_size = _one(kernel_size)
+        self.stride, self.padding = self.kernel_size if stride is None else _one(stride), _one(padding)
+        self.dilation, self.ceil_mode = _one(dilation), ceil_mode
+        _naming(self, ops.MaxPool2d, self.kernel_size, self.stride, self.padding, self.dilation, ceil_mode)
 
     def forward_tensors(self, x: Tensor) -> Tensor:
         return F.max_pool1d(x, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
@@ -530,8 +557,10 @@ class AvgPool1d(Layer):
 
     def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False,
                  count_include_pad: bool = True) -> None:
-        self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
-        self.padding, self.ceil_mode, self.count_include_pad = padding, ceil_mode, count_include_pad
+        self.kernel_size = _one(kernel_size)
+        self.stride, self.padding = self.kernel_size if stride is None else _one(stride), _one(padding)
+        self.ceil_mode, self.count_include_pad = ceil_mode, count_include_pad
+        _naming(self, ops.AvgPool2d, self.kernel_size, self.stride, self.padding, ceil_mode)
 
     def forward_tensors(self, x: Tensor) -> Tensor:
         return F.avg_pool1d(x, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
@@ -550,6 +579,19 @@ class AdaptiveAvgPool2d(Layer):
 
     def settings(self) -> str:
         return f'{self.output_size}'
+
+
+def _naming(layer: Layer, function: Any, *args: Any) -> Any:
+    """Call a function that checks arguments of a layer; prefix its errors with the name of the layer."""
+    try:
+        return function(*args)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f'{type(layer).__name__}: {error}') from None
+
+
+def _one(value: Any) -> Any:
+    """Return the setting of a layer of sequences, given as itself or as PyTorch's (value,)."""
+    return value[0] if isinstance(value, tuple | list) and len(value) == 1 else value
 
 
 def _pooling_settings(layer: Any, **defaults: Any) -> str:

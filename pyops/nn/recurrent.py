@@ -25,6 +25,13 @@ def _check_flags(who: str, **flags: Any) -> None:
             raise TypeError(f'{who}: {name}: expected True or False, got {flag!r}; pass later arguments by name')
 
 
+def _check_sizes(who: str, **sizes: int) -> None:
+    """Raise ValueError unless each size is at least 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f'{who}: {name}: expected 1 or more, got {size}')
+
+
 def _check_states(states: Sequence[Any], shape: Shape, most: int) -> None:
     """Raise TypeError or ValueError unless there are at most `most` states, each None or a Tensor of this shape."""
     if len(states) > most:
@@ -113,16 +120,22 @@ class _GRU(_Weights):
 # ---- cells: one step ---------------------------------------------------------------------------------------------------
 
 class _Cell(_Weights):
-    """Base of the cells: x (B, I), states (B, H) or None for zeros."""
+    """Base of the cells: x (B, I), states (B, H) or None for zeros; also x (I,) and states (H,)."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True) -> None:
         _check_flags(type(self).__name__, bias=bias)
+        _check_sizes(type(self).__name__, input_size=input_size, hidden_size=hidden_size)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.add_weights(input_size)
 
     def forward_tensors(self, x: Tensor, *states: Any) -> Any:
-        if x.ndim != 2 or x.shape[1] != self.input_size:
+        if x.ndim not in (1, 2) or x.shape[-1] != self.input_size:
             raise ValueError(f'x: expected shape (B, {self.input_size}), got {x.shape}')
+        if x.ndim == 1:
+            _check_states(states, (self.hidden_size,), self.STATES)
+            rows = [state if state is None else state.unsqueeze(0) for state in states]
+            one = _Cell.forward_tensors(self, x.unsqueeze(0), *rows)
+            return tuple(y.squeeze(0) for y in one) if self.STATES > 1 else one.squeeze(0)
         _check_states(states, (x.shape[0], self.hidden_size), self.STATES)
         states = (*states, *[None] * (self.STATES - len(states)))
         results = tuple(y[0] for y in self.run(self.weights(), x.unsqueeze(0), *states))
@@ -156,6 +169,8 @@ class GRUCell(_GRU, _Cell):
 class _Recurrent(_Weights):
     """Base of the layers.  Returns the output (T, B, D H) and the last state(s) (L D, B, H), for L layers and D directions.
 
+    One sequence x (T, I) needs no batch: its states are (L D, H), and the output (T, D H).
+
     bias: False: no biases.  batch_first: x and the output are (B, T, ...); states are not.
     dropout: applied to the output of each layer but the last, during training.
     bidirectional: D = 2; a second network reads the sequence from its end, and the output is both side by side.
@@ -165,8 +180,9 @@ class _Recurrent(_Weights):
                  dropout: float = 0.0, bidirectional: bool = False) -> None:
         name = type(self).__name__
         _check_flags(name, bias=bias, batch_first=batch_first, bidirectional=bidirectional)
-        if num_layers < 1:
-            raise ValueError(f'{name}: num_layers: expected 1 or more, got {num_layers}')
+        _check_sizes(name, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        if not 0 <= dropout <= 1:
+            raise ValueError(f'{name}: dropout: expected 0 to 1, got {dropout}')
         self.input_size, self.hidden_size, self.num_layers, self.bias = input_size, hidden_size, num_layers, bias
         self.batch_first, self.dropout, self.bidirectional = batch_first, dropout, bidirectional
         for layer, suffixes in enumerate(self.suffixes()):
@@ -181,6 +197,11 @@ class _Recurrent(_Weights):
 
     def forward_tensors(self, x: Tensor, *states: Any) -> Any:
         T = 1 if self.batch_first else 0
+        if x.ndim == 2:
+            _check_states(states, (self.num_layers * (1 + self.bidirectional), self.hidden_size), self.STATES)
+            results = _Recurrent.forward_tensors(self, x.unsqueeze(1 - T),
+                                                 *(state if state is None else state.unsqueeze(1) for state in states))
+            return results[0].squeeze(1 - T), *(state.squeeze(1) for state in results[1:])
         if x.ndim != 3 or x.shape[2] != self.input_size or not x.shape[T]:
             axes = 'B, T' if self.batch_first else 'T, B'
             raise ValueError(f'x: expected shape ({axes}, {self.input_size}) with T >= 1, got {x.shape}')

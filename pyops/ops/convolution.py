@@ -38,6 +38,12 @@ def positions(size: int, window: int, stride: int, padding: int, dilation: int) 
     return (size + 2 * padding - dilation * (window - 1) - 1) // stride + 1
 
 
+def check_settings(stride: int | Sequence[int], padding: int | str | Sequence[int], dilation: int | Sequence[int],
+                   groups: int) -> None:
+    """Raise ValueError for settings that no convolution has."""
+    _Convolution(stride, padding, dilation, groups)
+
+
 class Shapes(NamedTuple):
     """The sizes of a convolution, in the order of the header."""
     N: int

@@ -153,8 +153,8 @@ CASES = [
     *case('unbind-one-used', lambda F, x: F.unbind(x, -1)[1], lambda torch, x: x.unbind(-1)[1], [(2, 3)]),
     *case('split', lambda F, x: F.split(x, 2, 1), lambda torch, x: x.split(2, 1), [(2, 5)], [(2, 4)]),
     *case('split-sizes', lambda F, x: F.split(x, (1, 0, 3), -1), lambda torch, x: x.split((1, 0, 3), -1), [(2, 4)]),
-    *case('pad', lambda F, x: F.pad(x, (1, 2, 0, 3), 0.5), lambda torch, x: torch.nn.functional.pad(x, (1, 2, 0, 3), value=0.5),
-          [(2, 3, 4)]),
+    *case('pad', lambda F, x: F.pad(x, (1, 2, 0, 3), value=0.5),
+          lambda torch, x: torch.nn.functional.pad(x, (1, 2, 0, 3), value=0.5), [(2, 3, 4)]),
     *case('pad-pairs', lambda F, x: F.pad(x, ((0, 3), (1, 2))), lambda torch, x: torch.nn.functional.pad(x, (1, 2, 0, 3)),
           [(3, 4)]),
     *case('dilate', lambda F, x: F.dilate(x, (0, -1), 2),
@@ -206,7 +206,7 @@ CASES = [
           [(2, 3, 4), (6, 4), (6,), (4, 6), (4,)], second=False),
     *case('embedding', lambda F, w: F.embedding(IDS, w), lambda torch, w: torch.nn.functional.embedding(torch.tensor(IDS), w),
           [(5, 3)]),
-    *case('layer_norm', lambda F, x, w, b: F.layer_norm(x, w, b),
+    *case('layer_norm', lambda F, x, w, b: F.layer_norm(x, w.shape, w, b),
           lambda torch, x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b), [(2, 3, 5), (5,), (5,)]),
     *case('batch_norm', lambda F, x, w, b: F.batch_norm(x, None, None, w, b, training=True),
           lambda torch, x, w, b: torch.nn.functional.batch_norm(x, None, None, w, b, training=True),
@@ -224,7 +224,7 @@ CASES = [
     *case('dropout', lambda F, x: F.dropout(x * x, 0.3, key=7, step=2),
           lambda torch, x: x * x * torch.tensor(kept(12, 0.3, 2, 7)).reshape(3, 4), [(3, 4)]),
     *case('layers', lambda F, x, w, b, g: F.cross_entropy(
-              F.layer_norm(F.relu(F.linear(x, w, b)) + 0.1 * b, g, b), [2, 0, -100]),
+              F.layer_norm(F.relu(F.linear(x, w, b)) + 0.1 * b, g.shape, g, b), [2, 0, -100]),
           lambda torch, x, w, b, g: torch.nn.functional.cross_entropy(torch.nn.functional.layer_norm(
               torch.relu(x @ w.T + b) + 0.1 * b, (5,), g, b), torch.tensor([2, 0, -100])), [(3, 4), (5, 4), (5,), (5,)]),
     *case('gru', lambda F, x, h, *w: F.gru(x, h, *w),

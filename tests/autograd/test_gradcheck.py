@@ -110,7 +110,7 @@ def test_a_function_may_use_layers_constants_comparisons_and_give_several_result
     def f(x, w, b):
         h = F.relu(F.linear(x, w, b))
         h[0] = h[1] * 2                         # of a result: x itself stays as it is
-        y = F.layer_norm(h, b, b) * (x > 0).sum() + constant + np.float32([1, 2, 3])
+        y = F.layer_norm(h, b.shape, b, b) * (x > 0).sum() + constant + np.float32([1, 2, 3])
         return F.logsumexp(y, 0), F.cross_entropy(y, [0, 2, -100, 1])
     report = pyops.gradcheck(f, dict(zip('xwb', inputs((4, 5), (3, 5), (3,)), strict=True)), tolerance=1e-4)
     assert report.ok, f'\n{report}'

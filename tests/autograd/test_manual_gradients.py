@@ -145,7 +145,7 @@ class Taped:
         return dict(p=self.config.dropout, training=self.step is not None, key=key(self.seed, name), step=self.step)
 
     def norm(self, x, prefix):
-        return F.layer_norm(x, self.p[f'{prefix}.weight'], self.p[f'{prefix}.bias'])
+        return F.layer_norm(x, x.shape[-1], self.p[f'{prefix}.weight'], self.p[f'{prefix}.bias'])
 
     def attention(self, x, memory, prefix, causal=False, lengths=None):
         q, k, v = (F.linear(of, self.p[f'{prefix}.{name}.weight']) for of, name in ((x, 'q'), (memory, 'k'), (memory, 'v')))

@@ -891,7 +891,7 @@ def test_modules_are_printed_as_a_tree():
     (lambda: nn.GRU(7, 5), (3, 4, 8), ValueError, r'^GRU\(7, 5\): x: expected shape \(T, B, 7\) with T >= 1, got \(3, 4, 8\)'),
     (lambda: nn.LSTM(7, 5), (0, 4, 7), ValueError, r'^LSTM\(7, 5\): x: expected shape'),
     (lambda: nn.MultiHeadAttention(8, 2), (3, 4, 9), ValueError, r'^MultiHeadAttention\(8, 2\): query: .* shape \(T, 4, 8\)'),
-    (lambda: nn.RNNCell(7, 5), (7,), ValueError, r'^RNNCell\(7, 5\): x: expected shape \(B, 7\), got \(7,\)'),
+    (lambda: nn.RNNCell(7, 5), (6,), ValueError, r'^RNNCell\(7, 5\): x: expected shape \(B, 7\), got \(6,\)'),
     (lambda: nn.GRUCell(7, 5), (3, 8), ValueError, r'^GRUCell\(7, 5\): x: expected shape \(B, 7\), got \(3, 8\)'),
     (lambda: nn.Flatten(), (), ValueError, r'^Flatten\(\): x: expected shape \(B, \.\.\.\), got \(\)'),
     (lambda: nn.Conv2d(3, 4, 3), (2, 5, 6, 6), ValueError,

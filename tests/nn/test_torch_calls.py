@@ -4,6 +4,7 @@ import copy
 import numpy as np
 import pytest
 from arrays import close
+from places import get, put
 
 import pyops
 from pyops import functional as F
@@ -184,3 +185,188 @@ def test_inputs_and_targets_by_name():
     assert (nn.ReLU()(input=x).numpy() == x.clip(0)).all()
     assert nn.MSELoss()(input=x, target=y).item() == nn.MSELoss()(x, target=y).item() == nn.MSELoss()(x, y).item()
     assert nn.CrossEntropyLoss()(input=x, target=LABELS).item() == nn.CrossEntropyLoss()(x, LABELS).item()
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+X = normal(2, 3, 4)
+CALLS = {
+    'softmax': (lambda F, x: F.softmax(input=x, dim=1), X), 'relu': (lambda F, x: F.relu(x, inplace=False), X),
+    'linear': (lambda F, x, w, b: F.linear(input=x, weight=w, bias=b), X, normal(5, 4), normal(5)),
+    'mse': (lambda F, x, y: F.mse_loss(input=x, target=y), X, normal(2, 3, 4)),
+    'kl_div': (lambda F, x, y: F.kl_div(input=x, target=y.exp(), reduction='sum'), X, normal(2, 3, 4)),
+    'layer_norm': (lambda F, x: F.layer_norm(x, (4,)), X), 'layer_norm-axes': (lambda F, x: F.layer_norm(x, (3, 4)), X),
+    'layer_norm-weight': (lambda F, x, w, b: F.layer_norm(x, (3, 4), w, b, 1e-3), X, normal(3, 4), normal(3, 4)),
+    'layer_norm-bias': (lambda F, x, b: F.layer_norm(x, [4], bias=b), X, normal(4)),
+    'pad': (lambda F, x: F.pad(input=x, pad=(1, 2), mode='constant', value=0.5), X),
+    'pad-reflect': (lambda F, x: F.pad(x, (3, 1), mode='reflect'), X),
+    'pad-circular': (lambda F, x: F.pad(x, (1, 4), 'circular'), X),
+    'pad-replicate': (lambda F, x: F.pad(x, (7, 1), 'replicate'), X),
+    'cosine': (lambda F, x, y: F.cosine_similarity(x1=x, x2=y, dim=-1), X, normal(2, 3, 4)),
+    'leaky': (lambda F, x: F.leaky_relu(x, 0.2, False), X), 'elu': (lambda F, x: F.elu(input=x, alpha=0.5, inplace=False), X),
+    'conv2d': (lambda F, x, w: F.conv2d(x, w, padding=1), normal(3, 6, 5), normal(4, 3, 3, 3)),
+    'conv1d': (lambda F, x, w: F.conv1d(input=x, weight=w), normal(3, 6), normal(4, 3, 3)),
+    'max_pool2d': (lambda F, x: F.max_pool2d(x, 2), normal(3, 6, 4)),
+    'avg_pool2d': (lambda F, x: F.avg_pool2d(x, 3, 1), normal(3, 6, 4)),
+    'max_pool1d': (lambda F, x: F.max_pool1d(x, 2), normal(3, 6)),
+    'avg_pool1d': (lambda F, x: F.avg_pool1d(x, 3, 1), normal(3, 6)),
+    'adaptive': (lambda F, x: F.adaptive_avg_pool2d(x, (2, 3)), normal(3, 6, 4)),
+    'adaptive-uneven': (lambda F, x: F.adaptive_avg_pool2d(x, (4, 3)), normal(3, 6, 4)),
+}
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_functions_take_the_arguments_of_torch(torch, name):
+    call, *arrays = CALLS[name]
+    alike(torch, lambda *x: call(F, *x), lambda *x: call(torch.nn.functional, *x), *arrays)
+
+
+def test_logarithm_of_one_more_and_tangent(torch):
+    x = np.concatenate([normal(50) * 10.0 ** RNG.integers(-30, -1, 50), [0, -0.9, 3, 1e30, -0.25]]).astype(np.float32)
+    for name in ('log1p', 'tan'):
+        inputs = x if name == 'log1p' else x[np.abs(x) < 1]
+        alike(torch, getattr(F, name), getattr(torch, name), inputs)
+        want = getattr(np, name)(inputs.astype(np.float64))
+        for make in (Tensor, ndarray.array):
+            y = getattr(np, name)(make(inputs))
+            assert type(y) is type(make(inputs))
+            assert (np.abs(y.numpy() - want) <= 3e-7 * np.abs(want)).all()
+    assert F.log1p([-1.0, np.inf]).tolist() == [-np.inf, np.inf]
+
+
+def test_one_hot_finds_the_number_of_classes(torch):
+    labels = np.array([[1, 0], [3, 1]])
+    assert (F.one_hot(labels).numpy() == torch.nn.functional.one_hot(torch.tensor(labels)).numpy()).all()
+    for call, error, text in (
+            (lambda: F.one_hot(np.zeros(0, np.int32)), ValueError, 'num_classes: expected a number for no labels'),
+            (lambda: F.pad(X, (1, 2), 0.5), ValueError, 'pad: mode: expected one of constant, .* pass value by name'),
+            (lambda: F.pad(X, (4, 0), 'reflect'), ValueError, 'expected widths of at most 3 for axis 2'),
+            (lambda: F.pad(X, (4, 0), 'circular', 1.0), ValueError, 'value: expected None with mode'),
+            (lambda: F.relu(X, True), ValueError, r'relu: inplace: expected False, got True: x is never changed; use x = relu'),
+            (lambda: F.dropout(X, inplace=True), ValueError, 'dropout: inplace: expected False'),
+            (lambda: F.layer_norm(X, normal(4), normal(4)), TypeError, 'layer_norm: normalized_shape: expected the sizes'),
+            (lambda: F.layer_norm(X, 4, normal(3)), ValueError, r'weight: expected shape \(4,\), got \(3,\)'),
+            (lambda: F.layer_norm(X, (4, 3)), ValueError, r'x: expected shape \(..., 4, 3\), got \(2, 3, 4\)'),
+            (lambda: F.softmax(X, axis=1, dim=1), TypeError, 'got axis and also dim')):
+        with pytest.raises(error, match=text):
+            call()
+
+
+@pytest.mark.parametrize('name', ['gelu', 'layer_norm', 'batch_norm', 'batch_norm-eval', 'group_norm', 'dropout'])
+def test_functions_of_float64_are_computed_in_float64(torch, name):
+    x, w, b, dy = (RNG.standard_normal(shape) for shape in ((3, 4, 5), (4,), (4,), (3, 4, 5)))
+    calls = {
+        'gelu': lambda F, x, w, b, *_: F.gelu(x, approximate='tanh'),
+        'layer_norm': lambda F, x, w, b, *_: F.layer_norm(x.transpose(1, 2), (4,), w, b).transpose(1, 2),
+        'batch_norm': lambda F, x, w, b, *running: F.batch_norm(x, *running, w, b, True),
+        'batch_norm-eval': lambda F, x, w, b, *running: F.batch_norm(x, *running, w, b),
+        'group_norm': lambda F, x, w, b, *_: F.group_norm(x, 2, w, b), 'dropout': lambda F, x, w, b, *_: F.dropout(x, 0.25)}
+    mine = [Tensor(one, dtype='float64', requires_grad=True) for one in (x, w, b)]
+    twins = [torch.tensor(one, requires_grad=True) for one in (x, w, b)]
+    statistics = Tensor(np.zeros(4), dtype='float64'), Tensor(np.ones(4), dtype='float64')
+    twin_statistics = torch.zeros(4).double(), torch.ones(4).double()
+    y = calls[name](F, *mine, *statistics)
+    y.backward(Tensor(dy, dtype='float64'))
+    assert y.dtype == mine[0].grad.dtype == np.float64
+    if name == 'dropout':
+        kept = y.numpy() != 0
+        assert 0 < kept.mean() < 1
+        close(y.numpy(), np.where(kept, x / 0.75, 0), 1e-13)
+        close(mine[0].grad.numpy(), np.where(kept, dy / 0.75, 0), 1e-13)
+        return
+    want = calls[name](torch.nn.functional, *twins, *twin_statistics)
+    want.backward(torch.tensor(dy))
+    close(y.numpy(), want.detach().numpy(), 1e-12)
+    for one, twin in zip(mine, twins, strict=True):
+        if twin.grad is not None:
+            close(one.grad.numpy(), twin.grad.numpy(), 1e-12)
+    for one, twin in zip(statistics, twin_statistics, strict=True):
+        close(one.numpy(), twin.numpy(), 1e-12)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('options', [dict(affine=False), dict(track_running_stats=False),
+                                     dict(affine=False, track_running_stats=False, eps=1e-3)], ids=str)
+@pytest.mark.parametrize('training', [True, False])
+def test_batch_norm_without_parameters_or_running_statistics(torch, options, training):
+    layer, twin = (module.BatchNorm2d(num_features=3, **options).train(training) for module in (nn, torch.nn))
+    twin.double()
+    alike(torch, layer, twin, normal(4, 3, 2, 5))
+    state = {name: one.numpy() for name, one in twin.state_dict().items() if name != 'num_batches_tracked'}
+    assert layer.state_dict().keys() == state.keys()
+    for name, one in layer.state_dict().items():
+        close(one, state[name])
+    x, dy = normal(4, 3, 2, 5), normal(4, 3, 2, 5)
+    y, ctx = layer.forward(put(x))
+    leaf = Tensor(x, requires_grad=True)
+    layer(leaf).backward(dy)
+    close(get(layer.backward(put(dy), ctx)), leaf.grad.numpy())
+
+
+def test_stacks_take_their_layer_by_name():
+    encoder = nn.TransformerEncoder(encoder_layer=nn.TransformerEncoderLayer(4, 2, 8), num_layers=2)
+    decoder = nn.TransformerDecoder(decoder_layer=nn.TransformerDecoderLayer(4, 2, 8), num_layers=2, norm=None)
+    assert decoder.eval()(normal(3, 2, 4), encoder.eval()(normal(5, 2, 4))).shape == (3, 2, 4)
+
+
+@pytest.mark.parametrize('make', [lambda nn: nn.Conv2d(3, 4, 3), lambda nn: nn.MaxPool2d(2), lambda nn: nn.AvgPool2d(2, 1),
+                                  lambda nn: nn.AdaptiveAvgPool2d(2)])
+def test_layers_of_images_take_one_image(make):
+    layer, x = make(nn), normal(3, 6, 5)
+    y = layer(x)
+    assert y.shape[0] == (4 if isinstance(layer, nn.Conv2d) else 3) and (y.numpy() == layer(x[None]).numpy()[0]).all()
+
+
+@pytest.mark.parametrize('kind', ['RNN', 'LSTM', 'GRU'])
+@pytest.mark.parametrize('options', [{}, dict(batch_first=True, bidirectional=True)], ids=str)
+def test_recurrent_layers_take_one_sequence(torch, kind, options):
+    layer, twin = getattr(nn, kind)(4, 5, 2, **options), getattr(torch.nn, kind)(4, 5, 2, **options).double()
+    twin.load_state_dict({name: torch.tensor(one).double() for name, one in layer.state_dict().items()})
+    states = [normal(4 if options else 2, 5) for _ in range(1 + (kind == 'LSTM'))]
+
+    def of(x, *given):
+        return x, given if len(given) > 1 else given[0]
+    alike(torch, lambda *x: F.cat([y.reshape(-1) for y in flat(layer(*of(*x)))]),
+          lambda *x: torch.cat([y.reshape(-1) for y in flat(twin(*of(*x)))]), normal(6, 4), *states)
+    y, want = layer(normal(6, 4)), twin(torch.zeros(6, 4).double())
+    assert [one.shape for one in flat(y)] == [tuple(one.shape) for one in flat(want)]
+    with pytest.raises(ValueError, match='state: expected shape'):
+        layer(Tensor(normal(6, 4)), *(Tensor(normal(2, 1, 5)) for _ in states))
+
+
+@pytest.mark.parametrize('kind', ['RNNCell', 'LSTMCell', 'GRUCell'])
+def test_cells_take_one_input(kind):
+    cell, x = getattr(nn, kind)(4, 5), normal(4)
+    for one, batch in zip(flat(cell(x)), flat(cell(x[None])), strict=True):
+        assert one.shape == (5,) and (one.numpy() == batch.numpy()[0]).all()
+
+
+def flat(value):
+    return [one for part in value for one in flat(part)] if isinstance(value, tuple | list) else [value]
+
+
+@pytest.mark.parametrize(('make', 'text'), [
+    (lambda: nn.Conv2d(3, 4, 3, stride=2, padding='same'), "Conv2d: padding: 'same' requires stride 1"),
+    (lambda: nn.Conv2d(3, 4, 3, padding='foo'), "Conv2d: padding: expected .* got 'foo'"),
+    (lambda: nn.Conv2d(3, 4, 0), 'Conv2d: kernel_size: expected a whole number of at least 1'),
+    (lambda: nn.Conv2d(3, 4, 3, stride=0), 'Conv2d: stride: expected a whole number of at least 1'),
+    (lambda: nn.Conv1d(3, 4, 3, padding='foo'), "Conv1d: padding: expected .* got 'foo'"),
+    (lambda: nn.MaxPool2d(0), 'MaxPool2d: kernel_size: expected a whole number of at least 1'),
+    (lambda: nn.MaxPool1d(2, padding=2), 'MaxPool1d: padding: expected at most half of the window'),
+    (lambda: nn.AvgPool2d(2, stride=0), 'AvgPool2d: stride: expected a whole number of at least 1'),
+    (lambda: nn.AvgPool1d(0), 'AvgPool1d: kernel_size: expected a whole number of at least 1'),
+    (lambda: nn.LSTM(3, 0), 'LSTM: hidden_size: expected 1 or more, got 0'),
+    (lambda: nn.GRUCell(0, 3), 'GRUCell: input_size: expected 1 or more, got 0'),
+    (lambda: nn.RNN(3, 4, dropout=2.0), 'RNN: dropout: expected 0 to 1, got 2.0'),
+    (lambda: nn.MultiheadAttention(8, 0), 'embed_dim 8 must be a multiple of num_heads 0'),
+    (lambda: nn.BatchNorm1d(3, momentum=None), 'BatchNorm1d: momentum: expected a number, got None')])
+def test_constructors_check_their_arguments(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_layers_of_sequences_take_settings_as_tuples():
+    layer = nn.Conv1d(3, 4, (3,), stride=(2,), padding=(1,), dilation=(1,))
+    assert layer.weight.shape == (4, 3, 3) and layer(normal(2, 3, 8)).shape == (2, 4, 4)
+    assert nn.MaxPool1d((2,), (1,))(normal(2, 3, 8)).shape == nn.AvgPool1d((2,), (1,))(normal(2, 3, 8)).shape == (2, 3, 7)
