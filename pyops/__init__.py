@@ -22,10 +22,9 @@ _FROM = {
     'set_exact': 'pyops.backend',
     'enable_grad': 'pyops.autograd',
     'detect_anomaly': 'pyops.autograd',
-    **dict.fromkeys(('arange', 'empty', 'eye', 'full', 'full_like', 'linspace', 'ones', 'ones_like',
-                     'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like', 'randperm',
+    **dict.fromkeys(('arange', 'empty', 'eye', 'float32', 'float64', 'full', 'full_like', 'int32', 'int64', 'linspace',
+                     'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like', 'randperm',
                      'tensor', 'zeros', 'zeros_like'), 'pyops.creation'),
-    **dict.fromkeys(('float32', 'float64', 'int32', 'int64'), 'numpy'),
     **dict.fromkeys(('concatenate', 'stack', 'where', 'einsum'), 'pyops.autograd.tensor'),
 }
 # modules that `import pyops` alone makes available, imported on first use
@@ -36,8 +35,6 @@ _MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', '
 
 TYPE_CHECKING = False                   # typing's name, which type checkers take for True; importing typing takes time
 if TYPE_CHECKING:                       # the names of _FROM
-    from numpy import float32, float64, int32, int64
-
     from pyops.autograd import Tensor, apply, detect_anomaly, enable_grad, grad, no_grad
     from pyops.autograd.tensor import concatenate, einsum, stack, where
     from pyops.backend import set_exact
@@ -45,8 +42,12 @@ if TYPE_CHECKING:                       # the names of _FROM
         arange,
         empty,
         eye,
+        float32,
+        float64,
         full,
         full_like,
+        int32,
+        int64,
         linspace,
         ones,
         ones_like,

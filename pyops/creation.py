@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from pyops.typing import Numbers
 
 
+# numpy's dtypes by PyTorch's names; int64 is stored as int32
+float32, float64, int32, int64 = np.float32, np.float64, np.int32, np.int64
+
+
 def _made(array: NDArray, requires_grad: bool) -> Tensor:
     return Tensor(array, requires_grad)
 

@@ -983,7 +983,8 @@ def cosine_similarity(a: Numbers, b: Numbers, axis: int = 1, eps: float = 1e-8) 
 def _accept_torch_names() -> None:
     """Let the functions of this module take their arguments by PyTorch's names, too."""
     for name, function in list(globals().items()):
-        if isinstance(function, FunctionType) and function.__module__ == __name__ and not name.startswith('_'):
+        is_own = isinstance(function, FunctionType) and function.__module__ == __name__
+        if is_own and not name.startswith(('_', 'check_', 'tensor')):
             globals()[name] = accepts_torch_names(function)
 
 

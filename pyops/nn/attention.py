@@ -1,8 +1,8 @@
 """Attention and transformer layers on sequences (T, B, E), or (B, T, E) with batch_first.  Vaswani et al. 2017,
 arXiv:1706.03762.
 
-Parameter names, shapes and arguments are PyTorch's, except MultiHeadAttention's call and masks; add_bias_kv and add_zero_attn are
-refused.
+Parameter names, shapes and arguments are PyTorch's, except MultiHeadAttention's call and masks; add_bias_kv and add_zero_attn
+are refused.
 """
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from places import get, put
 
 import pyops
 from pyops import functional as F
-from pyops import ndarray, nn
+from pyops import ndarray, nn, optim
 from pyops.autograd import Tensor
 
 RNG = np.random.default_rng(0)
@@ -184,6 +184,7 @@ def test_inputs_and_targets_by_name():
     x, y = normal(4, 3), normal(4, 3)
     assert (nn.ReLU()(input=x).numpy() == x.clip(0)).all()
     assert nn.MSELoss()(input=x, target=y).item() == nn.MSELoss()(x, target=y).item() == nn.MSELoss()(x, y).item()
+    assert F.cross_entropy(input=x, target=LABELS).item() == F.cross_entropy(x, LABELS).item()
     assert nn.CrossEntropyLoss()(input=x, target=LABELS).item() == nn.CrossEntropyLoss()(x, LABELS).item()
 
 
@@ -370,3 +371,14 @@ def test_layers_of_sequences_take_settings_as_tuples():
     layer = nn.Conv1d(3, 4, (3,), stride=(2,), padding=(1,), dilation=(1,))
     assert layer.weight.shape == (4, 3, 3) and layer(normal(2, 3, 8)).shape == (2, 4, 4)
     assert nn.MaxPool1d((2,), (1,))(normal(2, 3, 8)).shape == nn.AvgPool1d((2,), (1,))(normal(2, 3, 8)).shape == (2, 3, 7)
+
+
+def test_gradients_are_cleared_with_the_argument_of_torch():
+    layer = nn.Linear(3, 2)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    for clear in (layer.zero_grad, optimizer.zero_grad):
+        for none in (True, False):
+            layer(normal(2, 3)).sum().backward()
+            assert (layer.weight.grad.numpy() != 0).any()
+            clear(set_to_none=none)
+            assert (layer.weight.grad.numpy() == 0).all()
