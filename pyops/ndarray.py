@@ -1388,7 +1388,7 @@ def ones(shape: Shape | int, dtype: DTypeLike = FLOAT, device: Device | None = N
 def arange(start: float, stop: float | None = None, step: float = 1, dtype: DTypeLike | None = None,
            device: Device | None = None) -> NDArray:
     """Return start, start + step, ... below stop, like np.arange."""
-    start, stop = (0, start) if stop is None else (start, stop)
+    (start, stop), device = (0, start) if stop is None else (start, stop), named_device(device)
     if type(start) is type(stop) is type(step) is int and start in _INT_RANGE and stop in _INT_RANGE and step and dtype is None:
         y = _small_from_list(range(start, stop, step), INT, device)
         if y is not None:

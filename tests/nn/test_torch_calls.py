@@ -87,6 +87,12 @@ def test_to_takes_names_of_devices_dtypes_and_arrays(make):
             call()
 
 
+def test_new_tensors_take_the_name_of_a_device():
+    made = [pyops.arange(3, device='cpu'), pyops.tensor([0, 1, 2], device='cpu'), pyops.zeros(3, device='cpu'),
+            pyops.full((3,), 1, device='cpu'), pyops.empty(3, device='cpu'), pyops.rand(3, device='cpu')]
+    assert all(x.device is ndarray.cpu() for x in made) and made[0].tolist() == made[1].tolist() == [0, 1, 2]
+
+
 def test_a_conversion_keeps_the_gradient():
     x = Tensor(normal(3), requires_grad=True)
     (x.to('cpu', 'float64') * 2).sum().backward()
