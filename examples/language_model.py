@@ -112,7 +112,7 @@ def main(argv=None):
     if found and found.path:
         if found.state.get('letters') != letters:
             raise UserError(f'{found.path}: was not trained on the letters of {args.text}; give another folder with -c')
-        fit.restore(model.params, optimizer, found.tensors, found.path)
+        checkpoint.restore(model.params, optimizer, found.tensors, found.path)
         run = fit.Run(**found.state['run'] | {'batch_size': args.batch_size})
         print(found.line)
 

@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from pyops.files import write_atomically
 
 SUFFIX = '.safetensors'
 PARAMETERS = 'parameter/'   # start of the names of the tensors that serving reads
+AMAX = 'amax/'          # start of the names of amax histories
 BEST = 'best' + SUFFIX      # the best checkpoint of a run so far, which serving prefers to the newest
 FORMAT = 'pyops checkpoint'
 VERSION = 2             # version 1 had no first_loss and id in the run, and no name in the metadata
@@ -210,6 +210,62 @@ class _TooNew(UserError):
     """A complete checkpoint in a newer format.  It is never skipped: it may be the best one."""
 
 
+# ---- a model in a file ---------------------------------------------------------------------------------------------
+
+def tensors(params, optimizer=None, moments=None):
+    """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments, step count and
+    amax histories.
+
+    If the optimizer averages the parameters, the average has their name, since it is used to serve; they are named `trained`.
+    moments: the flat buffers of both moments, if ranks share them; None: those of the parameters
+    """
+    m, v = moments or (params.m, params.v)
+    groups = dict(parameter=params.values) | (dict(adam_m=m, adam_v=v) if optimizer else {})
+    if optimizer and optimizer.average is not None:
+        groups |= dict(parameter=optimizer.average, trained=params.values)
+    arrays = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
+    return arrays | ({'step': optimizer.count} | _histories(optimizer) if optimizer else {})
+
+
+def _histories(optimizer):
+    """Return {name in a checkpoint: amax history} of the operands with delayed scaling."""
+    found = {} if optimizer.histories is None else optimizer.histories.tensors()
+    return {f'{AMAX}{name}': history for name, history in found.items()}
+
+
+def restore(params, optimizer, arrays, path, left_out=()):
+    """Copy the tensors of a checkpoint into the model.  optimizer=None: parameters only, for serving.
+    left_out: names of parameters that are checked and not copied
+    An amax history that the checkpoint lacks, because it was trained with another recipe, begins empty, which a line reports.
+
+    Raises UserError naming the first tensor that is missing, unknown or of another shape.
+    """
+    whole = optimizer and params.shares and [np.zeros(params.values.size, np.float32) for _ in range(2)]
+    places = tensors(params, optimizer, whole)
+    if not optimizer:
+        arrays = {name: tensor for name, tensor in arrays.items() if name.startswith('parameter/')}
+    else:                                       # the histories of another recipe
+        lacking = [name for name, place in places.items() if name.startswith(AMAX)
+                   and (name not in arrays or arrays[name].shape != place.shape)]
+        if lacking:
+            print(f'amax histories : {len(lacking)} of {len(_histories(optimizer))} operands have none in the checkpoint; they '
+                  'begin empty', flush=True)
+        places = {name: place for name, place in places.items() if name not in lacking}
+        arrays = {name: tensor for name, tensor in arrays.items() if name in places or not name.startswith(AMAX)}
+    for name, place in places.items():
+        if name not in arrays or arrays[name].shape != place.shape:
+            got = arrays[name].shape if name in arrays else 'none'
+            raise UserError(f'{path}: {name}: expected shape {place.shape}, got {got}; '
+                            'pass the sizes it was trained with, or another folder with -c')
+    if extra := sorted(set(arrays) - set(places)):
+        raise UserError(f'{path}: holds {extra[0]}, which this model does not have; give another checkpoint with -c')
+    for name, place in places.items():
+        if name.removeprefix('parameter/') not in left_out:
+            place[...] = arrays[name]
+    if whole:
+        params.m[...], params.v[...] = (moment[params.shares.mine] for moment in whole)
+
+
 # ---- a folder of them ----------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass(frozen=True)
@@ -386,6 +442,7 @@ def save_or_rescue(folder, epoch, tensors, state, now=None, last_path=None):
         return path
     except UserError as error:
         first = error
+    import tempfile  # not at the top: only training needs it
     rescue = tempfile.gettempdir()
     try:
         path = free_path(rescue, epoch, now)
@@ -491,6 +548,8 @@ def _newest_beside(path):
 
 def _prepare(folder):
     """Create `folder` if it is missing, test that a file can be written there, and remove temporary files of dead processes."""
+    import tempfile
+
     import safetensors  # noqa: F401    fail now, not at the first save
     try:
         os.makedirs(folder, exist_ok=True)

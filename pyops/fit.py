@@ -1,6 +1,6 @@
 """The training loop of all programs: epochs, results, progress, metrics, checkpoints, signals, resuming.
 
-Also the steps before it: running a step from its plan, restoring a checkpoint, checking that model and step fit in memory.
+Also the steps before it: running a step from its plan, checking that model and step fit in memory.
 """
 import contextlib
 import math
@@ -22,8 +22,6 @@ from pyops.flags import plan_requested
 from pyops.steplog import StepLog
 from pyops.steps import CutStep, CutSteps, SizedSteps, Steps
 from pyops.training import Interrupt, Metrics, Output, Progress
-
-AMAX = 'amax/'          # start of the names of amax histories in a checkpoint
 
 
 @dataclass
@@ -578,60 +576,6 @@ class _Left(Exception):
     """Leaves the block of a Trainer within an epoch."""
 
 
-def tensors(params, optimizer=None, moments=None):
-    """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments, step count and
-    amax histories.
-
-    If the optimizer averages the parameters, the average has their name, since it is used to serve; they are named `trained`.
-    moments: the flat buffers of both moments, if ranks share them; None: those of the parameters
-    """
-    m, v = moments or (params.m, params.v)
-    groups = dict(parameter=params.values) | (dict(adam_m=m, adam_v=v) if optimizer else {})
-    if optimizer and optimizer.average is not None:
-        groups |= dict(parameter=optimizer.average, trained=params.values)
-    arrays = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
-    return arrays | ({'step': optimizer.count} | _histories(optimizer) if optimizer else {})
-
-
-def _histories(optimizer):
-    """Return {name in a checkpoint: amax history} of the operands with delayed scaling."""
-    found = {} if optimizer.histories is None else optimizer.histories.tensors()
-    return {f'{AMAX}{name}': history for name, history in found.items()}
-
-
-def restore(params, optimizer, arrays, path, left_out=()):
-    """Copy the tensors of a checkpoint into the model.  optimizer=None: parameters only, for serving.
-    left_out: names of parameters that are checked and not copied
-    An amax history that the checkpoint lacks, because it was trained with another recipe, begins empty, which a line reports.
-
-    Raises UserError naming the first tensor that is missing, unknown or of another shape.
-    """
-    whole = optimizer and params.shares and [np.zeros(params.values.size, np.float32) for _ in range(2)]
-    places = tensors(params, optimizer, whole)
-    if not optimizer:
-        arrays = {name: tensor for name, tensor in arrays.items() if name.startswith('parameter/')}
-    else:                                       # the histories of another recipe
-        lacking = [name for name, place in places.items() if name.startswith(AMAX)
-                   and (name not in arrays or arrays[name].shape != place.shape)]
-        if lacking:
-            print(f'amax histories : {len(lacking)} of {len(_histories(optimizer))} operands have none in the checkpoint; they '
-                  'begin empty', flush=True)
-        places = {name: place for name, place in places.items() if name not in lacking}
-        arrays = {name: tensor for name, tensor in arrays.items() if name in places or not name.startswith(AMAX)}
-    for name, place in places.items():
-        if name not in arrays or arrays[name].shape != place.shape:
-            got = arrays[name].shape if name in arrays else 'none'
-            raise UserError(f'{path}: {name}: expected shape {place.shape}, got {got}; '
-                            'pass the sizes it was trained with, or another folder with -c')
-    if extra := sorted(set(arrays) - set(places)):
-        raise UserError(f'{path}: holds {extra[0]}, which this model does not have; give another checkpoint with -c')
-    for name, place in places.items():
-        if name.removeprefix('parameter/') not in left_out:
-            place[...] = arrays[name]
-    if whole:
-        params.m[...], params.v[...] = (moment[params.shares.mine] for moment in whole)
-
-
 def check_model_memory(specs, flags, shares=1):
     """Raise UserError if a model with these specs cannot fit: values, gradients and Adam's moments in float32.
 
@@ -672,7 +616,7 @@ class Saver:
             return
         names_and_state = 2 ** 20                               # bytes
         alike = params.values, params.values                    # a whole moment is as large
-        size = sum(tensor.nbytes for tensor in tensors(params, optimizer, alike).values())
+        size = sum(tensor.nbytes for tensor in checkpoint.tensors(params, optimizer, alike).values())
         checkpoint.check_free_space(self.folder, size + names_and_state)
 
     def __call__(self, by_time=False):
@@ -734,8 +678,9 @@ class Saver:
         return shares and [shares.whole(flat) for flat in (self._params.m, self._params.v)]
 
     def _content(self, moments, by_time):
-        """Return the tensors and the state of a checkpoint.   moments: as for tensors()"""
-        arrays = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer, moments).items()}
+        """Return the tensors and the state of a checkpoint.   moments: as for checkpoint.tensors()"""
+        tensors = checkpoint.tensors(self._params, self._optimizer, moments)
+        arrays = {name: backend.get(tensor) for name, tensor in tensors.items()}
         return arrays, self._state | {'run': self._run.asdict(), 'by_time': by_time}
 
     @staticmethod

@@ -9,7 +9,6 @@ A format is given as a name, a text 'name:option=value:option=value', or a Forma
 """
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import operator
@@ -170,6 +169,7 @@ _OPTIONS = {name: options | {'hadamard': (0, _hadamard_block), 'signs': (0, _who
 
 def _nearest(name: object, names: Sequence[str]) -> str:
     """Return the end of an error message for a name that is not in `names`."""
+    import difflib  # not at the top: needed only for an error
     close = difflib.get_close_matches(str(name).lower(), names, 3, 0.5)
     return (f'did you mean {" or ".join(close)}? ' if close else '') + f'expected one of: {", ".join(names)}'
 

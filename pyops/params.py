@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,7 +102,7 @@ class Parameters:
             align = self._block if spec.sparse else ALIGN       # shares no block with the parameter before it
             start = -(-n // align) * align
             self._places[name] = (start, spec.shape)
-            n = start + -(-int(np.prod(spec.shape)) // ALIGN) * ALIGN
+            n = start + -(-math.prod(spec.shape) // ALIGN) * ALIGN
         self.values, self.grads, self.m, self.v = (backend.zeros(n) for _ in range(4))
         half = backend.activations() == backend.BF16
         self.rounded = backend.zeros(n, backend.BF16) if half else None
@@ -121,7 +122,7 @@ class Parameters:
     def view(self, flat: Array, name: str) -> Any:
         """Return the part of a flat buffer that belongs to parameter `name`, in its shape."""
         start, shape = self._places[name]
-        return flat[start:start + int(np.prod(shape))].reshape(shape)
+        return flat[start:start + math.prod(shape)].reshape(shape)
 
     def shard(self, shares: Shares) -> None:
         """Replace m and v by zeros for the share of this rank alone.  Call it before the optimizer is created."""
@@ -148,7 +149,7 @@ class Parameters:
             start, (n, *row) = self._places[name]
             if start != end or tuple(row) != shape[1:] or name in self._sparse:
                 return None
-            end, rows = start + n * int(np.prod(row)), rows + n
+            end, rows = start + n * math.prod(row), rows + n
 
         def part(flat: Array) -> Array:
             return flat[first:end].reshape(rows, *shape[1:])
@@ -158,7 +159,7 @@ class Parameters:
     def _blocks(self, name: str) -> slice:
         """Return the slice of gradient blocks that a parameter overlaps."""
         start, shape = self._places[name]
-        return slice(start // self._block, -(-(start + int(np.prod(shape))) // self._block))
+        return slice(start // self._block, -(-(start + math.prod(shape)) // self._block))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -176,7 +177,7 @@ class Parameters:
 
     def count(self) -> int:
         """Return the total number of elements."""
-        return sum(int(np.prod(shape)) for _, shape in self._places.values())
+        return sum(math.prod(shape) for _, shape in self._places.values())
 
     def initial(self, name: str) -> str:
         """Describe the initial values of a parameter, such as 'zeros'."""

@@ -6,7 +6,6 @@
 docs/quantization.md describes the products, their operands and axes, and their rounding.
 """
 import contextlib
-import difflib
 import itertools
 import os
 import sys
@@ -196,6 +195,7 @@ def _format(text):
 
 
 def _nearest(name):
+    import difflib  # not at the top: needed only for an error
     close = difflib.get_close_matches(name, SELECTORS, 3, 0.5)
     return (f'did you mean {" or ".join(close)}? ' if close else '') + (
         f'expected all, linear, attention, a product ({", ".join(_PRODUCTS)}), product.operand such as fwd.x, '
@@ -335,6 +335,7 @@ class Family:
         return f'quantised : {self.recipe} in {sum(self.layers.values())} of {len(self.layers)} layers'
 
     def _no_layer(self, flag, pattern):
+        import difflib  # not at the top: needed only for an error
         close = difflib.get_close_matches(pattern, self.layers, 3, 0.3)
         first, last = list(self.layers)[:3], list(self.layers)[-1]
         remedy = (f'did you mean {" or ".join(close)}?' if close else

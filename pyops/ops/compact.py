@@ -15,10 +15,11 @@ from pyops.backend import axes, check, empty, launch, work, work_size, zeros
 from pyops.backend.kernels import Kernel, declare
 from pyops.ops.activation import GELU, GELUTanh, SiLU
 from pyops.ops.cross_entropy import CrossEntropy
-from pyops.ops.gru_rounded import AFTER, BEFORE_1, BEFORE_2
+from pyops.ops.gru import AFTER, BEFORE_1, BEFORE_2
 from pyops.ops.join import ConcatContext
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.packed import pad_rows, unpad_rows
+from pyops.params import ALIGN
 
 if TYPE_CHECKING:
     from pyops.ops.packed import Packed
@@ -45,12 +46,17 @@ class CompactWeight:
         self.format = FORMATS.index(format)
         self.values: Array | None = None
 
-    def pack(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Copy the weights and biases from {name of a parameter: float32 array}."""
+    @property
+    def size(self) -> int:
+        """The number of floats that it takes when packed, a multiple of ALIGN."""
+        return -(-work_size('compact_weight', *self.shape, self.format) // ALIGN) * ALIGN
+
+    def pack(self, tensors: Mapping[str, np.ndarray], memory: Array | None = None) -> None:
+        """Copy the weights and biases from {name of a parameter: float32 array}.   memory: for them, (size,) zeros"""
         def rows(names: Sequence[str]) -> np.ndarray | None:
             parts = [tensors[name][self.part] for name in names]
             return (np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)) if parts else None
-        self.values = zeros(work_size('compact_weight', *self.shape, self.format))
+        self.values = zeros(self.size) if memory is None else memory
         launch('compact_weight', self.values, rows(self.names), rows(self.biases), *self.shape, self.format)
 
     @property
@@ -144,8 +150,12 @@ class CompactWeights:
         If the weights are rounded, drop their parameters from params: the layers do not read them.
         """
         values: Mapping[str, Any] = params.arrays() if tensors is None else tensors
-        for weight in self._weights.values():
-            weight.pack(values)
+        sizes = [weight.size for weight in self._weights.values()]
+        # One block for all: the system backs a large one with huge pages, which halves the time to fill it.
+        memory, start = zeros(sum(sizes)), 0
+        for weight, size in zip(self._weights.values(), sizes, strict=True):
+            weight.pack(values, memory[start:start + size])
+            start += size
         if self.rounds:
             params.drop(self.names)
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pyops.params import Parameter
     from pyops.typing import Argument, Array, Example, Normal, Shape, Sizes
 
+AFTER, BEFORE_1, BEFORE_2 = range(3)    # pyops_gru_stage
+
 
 class GRU:
     """Run a gated recurrent unit over all T steps.
@@ -272,4 +274,5 @@ INPUT_DGRAD = Product('dgrad', {'g': Made(_gates_shape, input_gradients), 'dx': 
 STATE_DGRAD = Product('dgrad', {'g': Made(_gates_shape, state_gradients), 'dx': Made(_states_shape, state_input_gradients)})
 
 # Count all positions, including positions beyond the lengths, although they are not computed.
-declare(gru_forward=Kernel(flops=lambda s, array: 3 * _flops(s)), gru_backward=Kernel(flops=lambda s, array: 6 * _flops(s)))
+declare(gru_forward=Kernel(flops=lambda s, array: 3 * _flops(s)), gru_backward=Kernel(flops=lambda s, array: 6 * _flops(s)),
+        gru_gates_forward=Kernel(), gru_gates_backward=Kernel())

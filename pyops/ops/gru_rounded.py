@@ -4,8 +4,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyops.backend import as_rows, copy, empty, empty_gradient, gemm, launch, note_product
-from pyops.backend.kernels import DGRAD, FWD, WGRAD, Kernel, declare
-from pyops.ops.gru import GRU
+from pyops.backend.kernels import DGRAD, FWD, WGRAD
+from pyops.ops.gru import AFTER, BEFORE_1, BEFORE_2, GRU
 from pyops.ops.packed import pad_rows, unpad_rows
 from pyops.ops.rounding import Kept, LinearProducts, Rounding
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from pyops.backend.kernels import Product
     from pyops.ops.packed import Packed
     from pyops.typing import Array, Shape
-
-AFTER, BEFORE_1, BEFORE_2 = range(3)    # pyops_gru_stage
 
 
 class QuantizedGRU(GRU):
@@ -153,4 +151,3 @@ class QuantizedGRU(GRU):
         note_product(self, product, 'hh', weight=self.w_hh.value[part], bias=self.b_hh.value[part], rows=rows, steps=True)
 
 
-declare(gru_gates_forward=Kernel(), gru_gates_backward=Kernel())

@@ -21,7 +21,6 @@ from pyops.flags import (
     positive_float,
     positive_int,
 )
-from pyops.inspect.flags import add_saving_flags
 from pyops.settings import add_preset_flag, add_setting
 
 # Settings without a flag given, and without one in the checkpoint or the preset.  Programs add their own.
@@ -116,6 +115,7 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
     add_rank_flags(p, 'as in the checkpoint, in a new run ')
     add_plan_flags(p)
     add_finite_flags(p)
+    from pyops.inspect.flags import add_saving_flags  # not at the top: only training saves tensors
     add_saving_flags(p)
     return p
 

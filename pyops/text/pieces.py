@@ -2,9 +2,6 @@
 
 A model has two files of SentencePiece, for the sources and for the targets, and one vocabulary, which joins their pieces.
 """
-import base64
-import binascii
-
 import numpy as np
 
 from pyops.errors import UserError
@@ -40,9 +37,10 @@ class Pieces:
     @classmethod
     def restore(cls, state):
         """Return the tokenizer with this state().  UserError if it is damaged."""
+        import base64  # not at the top: other tokenizers do not need it
         try:
             model, tokens = base64.b64decode(state['spm'], validate=True), state['tokens']
-        except (KeyError, TypeError, binascii.Error) as error:
+        except (KeyError, TypeError, ValueError) as error:      # binascii.Error is a ValueError
             raise UserError(f'pieces: damaged tokenizer ({type(error).__name__}: {error}); convert the model again') from error
         return cls(model, tokens)
 
@@ -59,6 +57,7 @@ class Pieces:
 
     def state(self):
         """Return a JSON value from which pyops.text.tokenizer.restore makes an equal Pieces."""
+        import base64
         return {'spm': base64.b64encode(self._model).decode(), 'tokens': self._tokens}
 
     def read(self, text):

@@ -8,6 +8,7 @@ library has no seed.
 import io
 import json
 import re
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -97,10 +98,9 @@ class Subwords:
             names.sort(key=ids.__getitem__)
             if tuple(names[:len(SPECIALS)]) != SPECIALS:
                 raise ValueError(f'it does not start with {" ".join(SPECIALS)}')
-            byte_of = {character: byte for byte, character in enumerate(_CHARACTERS)}
-            self._pieces = [b''] * len(SPECIALS) + [bytes(byte_of[c] for c in name) for name in names[len(SPECIALS):]]
+            self._pieces = [b''] * len(SPECIALS) + _byte_strings(names[len(SPECIALS):])
             self._bytes = np.array([ids[character] for character in _CHARACTERS], np.int32)
-            parts = np.array([(ids[a], ids[b], ids[a + b]) for a, b in merges], np.int64).reshape(-1, 3)
+            parts = np.array([id for a, b in merges for id in (ids[a], ids[b], ids[a + b])], np.int64).reshape(-1, 3)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise UserError(f'subwords: not a byte-level BPE of tokenizers ({type(error).__name__}: {error}); '
                             'train it from its corpus again') from error
@@ -219,6 +219,16 @@ class Subwords:
             ids = ids[np.arange(ids.shape[1]) != left[:, None] + 1].reshape(len(rows), ids.shape[1] - 1)
         table[rows, :ids.shape[1]] = ids
         table[rows, ids.shape[1]:] = len(self)
+
+
+def _byte_strings(names):
+    """Return the bytes that names of tokens stand for, a character each.   ValueError if a character stands for none"""
+    text = ''.join(names)                   # one call for all: a call per token takes 15 ms for 8000 tokens, at every start
+    if foreign := set(text).difference(_CHARACTERS):
+        raise ValueError(f'a token has the character {min(foreign)!r}')
+    flat = text.translate({ord(character): byte for byte, character in enumerate(_CHARACTERS)}).encode('latin-1')
+    ends = list(accumulate(map(len, names), initial=0))
+    return [flat[start:end] for start, end in pairwise(ends)]
 
 
 def _words(sentences):

@@ -241,7 +241,7 @@ def start_run(args, found, settings, data, model, optimizer, wanted=None):
     if found.state is None:
         return fit.Run(settings['seed'], settings['batch_size'])
     check_vocabularies(found.path, found.state, data.vocabularies, data.train)
-    fit.restore(model.params, optimizer, found.tensors, found.path)
+    checkpoint.restore(model.params, optimizer, found.tensors, found.path)
     found.tensors.clear()                                       # free the second copy of the model
     print('loaded from checkpoint', flush=True)
     run = fit.Run(**(found.state['run'] | {'batch_size': settings['batch_size']}))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from pyops import COMPUTE_TYPES, backend, checkpoint, fit, programs
+from pyops import COMPUTE_TYPES, backend, checkpoint, programs
 from pyops.errors import UserError
 from pyops.text.decoding import BeamDecoder, Search
 from pyops.text.flags import BATCH_ROWS, BATCH_SIZE, BEAM, LENGTH_PENALTY
@@ -101,7 +101,7 @@ def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translat
     model = importlib.import_module(programs.module(f'{program}.translate')).build(settings, *map(len, vocabularies))
     rounding = model.config.ops.check() if settings.get('quant', 'none') != 'none' else None
     rounds, tensors = settings['compute'] != 'float32', found.tensors or {}
-    fit.restore(model.params, None, tensors, found.path, model.config.ops.names if rounds else ())
+    checkpoint.restore(model.params, None, tensors, found.path, model.config.ops.names if rounds else ())
     if rounds:
         model.config.ops.pack(model.params, {name.removeprefix('parameter/'): tensor for name, tensor in tensors.items()})
     else:

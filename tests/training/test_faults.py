@@ -138,7 +138,7 @@ def train(path):
     found = checkpoint.find(path)
     run = fit.Run(0, 4)
     if found.state:
-        fit.restore(params, optimizer, found.tensors, found.path)
+        checkpoint.restore(params, optimizer, found.tensors, found.path)
         run = fit.Run(**found.state['run'])
     saver = fit.Saver(found, params, optimizer, run, {}, every=1, session={'program': 'none', 'flags': []})
     loss = backend.zeros(1)

@@ -6,7 +6,7 @@ import pytest
 from places import get, launch, of_threads, put
 from small_models import make_seq2seq, make_transformer, pairs
 
-from pyops import Tensor, backend, fit, init, nn, optim
+from pyops import Tensor, backend, checkpoint, init, nn, optim
 from pyops.backend import library
 from pyops.optim import Adam, Muon, decaying_rate, is_hidden_matrix, orthogonalized
 from pyops.params import Parameters, Spec
@@ -193,7 +193,7 @@ class Training:
                           **self.muon.arrays())
 
     def tensors(self):
-        return {name: get(tensor).copy() for name, tensor in fit.tensors(self.model.params, self.muon).items()}
+        return {name: get(tensor).copy() for name, tensor in checkpoint.tensors(self.model.params, self.muon).items()}
 
 
 def rows(step):
@@ -221,7 +221,7 @@ def test_a_run_with_muon_resumed_equals_an_undisturbed_one():
     for step in range(3):
         whole.step(rows(step))
         first.step(rows(step))
-    fit.restore(second.model.params, second.muon, first.tensors(), 'kept')
+    checkpoint.restore(second.model.params, second.muon, first.tensors(), 'kept')
     for step in range(3, 6):
         whole.step(rows(step))
         second.step(rows(step))
@@ -288,13 +288,13 @@ def test_an_average_is_replayed_saved_and_resumed_to_the_bit():
         steps(rows(step))
     kept = first.tensors()
     assert any((kept[f'parameter/{name}'] != kept[f'trained/{name}']).any() for name in first.model.params)
-    fit.restore(second.model.params, second.muon, kept, 'kept')
+    checkpoint.restore(second.model.params, second.muon, kept, 'kept')
     for step in range(3, 6):
         whole.step(rows(step))
         second.step(rows(step))
     assert_same(whole.tensors(), second.tensors())
     serving = make_transformer().params                             # serving reads the average
-    fit.restore(serving, None, whole.tensors(), 'kept')
+    checkpoint.restore(serving, None, whole.tensors(), 'kept')
     with whole.muon.averaged():
         for name in serving:
             assert (get(serving[name].value) == get(whole.model.params[name].value)).all()

@@ -438,3 +438,12 @@ def test_start_up_imports_nothing_heavy():
             "print([name for name in ('concurrent', 'tqdm', 'safetensors', 'readline', 'torch') if name in sys.modules])")
     result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == '[]\n', result.stderr
+
+
+@pytest.mark.parametrize('program', ['seq2seq', 'transformer'])
+def test_translation_imports_no_module_of_training(program):
+    code = (f"import sys, {program}.translate, {program}.model, pyops.text.serving, pyops.text.translator, pyops.compute\n"
+            "print([name for name in ('pyops.fit', 'pyops.training', 'pyops.steplog', 'pyops.inspect.flags', 'pyops.formats', "
+            "'difflib', 'tempfile', 'base64') if name in sys.modules])")
+    result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == '[]\n', result.stderr
