@@ -17,6 +17,8 @@ A model provides
 """
 import functools
 import math
+import numbers
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -308,12 +310,20 @@ def _begin(sentences):
 
 # ---- beam search -----------------------------------------------------------------------------------------------------
 
+def check_whole(name, value):
+    """Raise TypeError for a value that is not a whole number.   name: of the argument"""
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f'{name}: expected a whole number, got {value!r}') from None
+
+
 @dataclass(frozen=True)
 class Search:
     """The settings of a beam search: at most max_len tokens, `beam` hypotheses per sentence, the `nbest` best results.
 
     A hypothesis of n tokens, <eos> included, has the score  sum of log probabilities / n ** length_penalty.
-    UserError for a setting that is out of range.
+    UserError for a setting that is out of range, TypeError for one of another type.
     """
     max_len: int
     beam: int = 5
@@ -321,6 +331,10 @@ class Search:
     length_penalty: float = LENGTH_PENALTY
 
     def __post_init__(self):
+        for name in ('max_len', 'beam', 'nbest'):
+            check_whole(name, getattr(self, name))
+        if not isinstance(self.length_penalty, numbers.Real):
+            raise TypeError(f'length penalty: expected a number, got {self.length_penalty!r}')
         if not 1 <= self.beam <= LARGEST_BEAM:
             raise UserError(f'beam: expected 1 to {LARGEST_BEAM}, got {self.beam}')
         if not 1 <= self.nbest <= self.beam:

@@ -17,7 +17,7 @@ import numpy as np
 
 from pyops import COMPUTE_TYPES, backend, checkpoint, programs
 from pyops.errors import UserError
-from pyops.text.decoding import BeamDecoder, Search
+from pyops.text.decoding import BeamDecoder, Search, check_whole
 from pyops.text.flags import BATCH_ROWS, BATCH_SIZE, BEAM, LENGTH_PENALTY
 from pyops.text.pairs import Ragged, Sequences
 from pyops.text.tokenizer import Tokenizer, restore
@@ -172,7 +172,9 @@ class Translator:
                     BATCH_ROWS // beam texts
         A text without words has the translation ''; a longer text than the model reads is cut: see Translation.cut.
         On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
-        UserError for a setting that is out of range; TypeError for a text that is not a str.
+        translations() also returns scores, tokens and alignments.
+        UserError for a setting that is out of range, and for half of a surrogate pair in a text; TypeError for a text that is
+        not a str, and for a setting of another type.
         """
         search, size = self.search(beam, nbest, length_penalty, max_len), texts_per_batch(batch_size, beam)
 
@@ -224,15 +226,17 @@ class Translator:
 
         sources, targets: lists of raw text of equal length, or a text each.  Texts that are too long are cut.
         Divided by n ** length_penalty, n tokens, it is the score of a Translation with the same tokens.
+        batch_size: pairs that are computed together.  UserError if it is below 1; ValueError for lists of unequal length
         """
         if isinstance(sources, str) and isinstance(targets, str):
-            return self.score([sources], [targets])[0]
+            return self.score([sources], [targets], batch_size)[0]
         if isinstance(sources, str) or isinstance(targets, str) or len(sources) != len(targets):
             raise ValueError('score: expected a text and its translation, or as many targets as sources')
+        size = texts_per_batch(batch_size, 1)
         read = [self._read(self.source_vocabulary, sources)[1], self._read(self.target_vocabulary, targets)[1]]
         pairs, scores = [(read[0][n], read[1][n]) for n in range(len(sources))], np.empty(len(sources))
         with _DEVICE, backend.on(self._device):
-            for some, h, _, labels, starts in self._forced(pairs, batch_size):
+            for some, h, _, labels, starts in self._forced(pairs, size):
                 for n, first, end in zip(some, starts[:-1], starts[1:], strict=True):
                     loss, ctx = self.model.output.forward(h[first:end], labels[first:end], gradients=False)
                     scores[n] = -float(backend.get(loss)[0]) * int(backend.get(ctx.valid)[0])
@@ -259,16 +263,22 @@ class Translator:
 
     def search(self, beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
                max_len: int | None = None) -> Search:
-        """Return the settings of a search.   UserError if one is out of range."""
-        if max_len is not None and max_len > self.num_steps:
+        """Return the settings of a search.   UserError if one is out of range, TypeError if one has another type"""
+        search = Search(self.num_steps if max_len is None else max_len, beam, nbest, length_penalty)
+        if search.max_len > self.num_steps:
             raise UserError(f'max_len: expected 1 to {self.num_steps}, the length of sentences in training, got {max_len}')
-        return Search(self.num_steps if max_len is None else max_len, beam, nbest, length_penalty)
+        return search
 
     @staticmethod
     def _words(vocabulary: Tokenizer, texts: Sequence[str]) -> list[list[str]]:
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 raise TypeError(f'text {i}: expected str, got {type(text).__name__}')
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(f'text {i}: character {error.start + 1} is half of a surrogate pair; '
+                                'give valid Unicode, decoded from UTF-8 without surrogateescape') from None
         return [vocabulary.read(text) for text in texts]
 
     def _read(self, vocabulary: Tokenizer, texts: Sequence[str]) -> tuple[list[list[str]], Ragged, np.ndarray]:
@@ -361,10 +371,13 @@ class Translator:
 
 
 def texts_per_batch(batch_size: int | None, beam: int) -> int:
-    """Return batch_size, or its default for this beam.   UserError if it is below 1"""
-    if batch_size is not None and batch_size < 1:
+    """Return batch_size, or its default for this beam.   UserError if it is below 1, TypeError if it is not a whole number"""
+    if batch_size is None:
+        return max(1, BATCH_ROWS // beam)
+    check_whole('batch_size', batch_size)
+    if batch_size < 1:
         raise UserError(f'batch_size: expected at least 1, got {batch_size}')
-    return max(1, BATCH_ROWS // beam) if batch_size is None else batch_size
+    return batch_size
 
 
 def _rows(batch_size: int) -> int:

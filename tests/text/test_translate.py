@@ -1,6 +1,7 @@
 """From raw text to raw text: pyops.load, translate, translations and score."""
 import importlib
 import itertools
+import re
 import threading
 from types import SimpleNamespace
 
@@ -91,6 +92,40 @@ def test_settings_are_checked_when_translate_is_called_not_when_a_stream_is_read
         for call in translator.translate, translator.translations:
             with pytest.raises(UserError, match=f'^{text}'):
                 call(iter(texts), **settings)
+
+
+@pytest.mark.parametrize('settings,text', [
+    (dict(beam='5'), "beam: expected a whole number, got '5'"), (dict(beam=2.5), 'beam: expected a whole number, got 2.5'),
+    (dict(nbest=1.0), 'nbest: expected a whole number, got 1.0'),
+    (dict(max_len=1.5), 'max_len: expected a whole number, got 1.5'),
+    (dict(length_penalty='1'), "length penalty: expected a number, got '1'"),
+    (dict(batch_size='8'), "batch_size: expected a whole number, got '8'")])
+def test_settings_of_another_type_are_refused_in_one_line(trained, settings, text):
+    translator, texts = trained
+    for call in translator.translate, translator.translations:
+        with pytest.raises(TypeError, match=f'^{re.escape(text)}$'):
+            call(texts[:1], **settings)
+
+
+def test_settings_may_be_numbers_of_numpy(trained):
+    translator, texts = trained
+    got = translator.translate(texts[:2], np.int64(2), np.int32(1), np.float32(1), np.int64(9), np.int16(1))
+    assert got == translator.translate(texts[:2], 2)
+
+
+def test_a_score_needs_batches_of_at_least_one_pair(trained):
+    translator, texts = trained
+    for sources in texts[0], texts[:2]:
+        with pytest.raises(UserError, match='^batch_size: expected at least 1, got 0$'):
+            translator.score(sources, sources, batch_size=0)
+
+
+def test_half_of_a_surrogate_pair_is_an_error(trained):
+    translator, texts = trained
+    text = b'Caf\xe9.'.decode(errors='surrogateescape')
+    for call in (lambda: translator.translate([texts[0], text]), lambda: translator.score([texts[0]] * 2, [texts[0], text])):
+        with pytest.raises(UserError, match='^text 1: character 4 is half of a surrogate pair; give valid Unicode'):
+            call()
 
 
 @pytest.mark.parametrize('bad', [[b'Go.'], ['Go.', None], b'Go.'])
