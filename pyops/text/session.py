@@ -1,11 +1,14 @@
 """The translator at the prompt: answers to lines, and commands that change the settings."""
 import bisect
+import functools
 import sys
 import time
 
 from pyops.text.flags import LARGEST_BEAM
+from pyops.text.vocabulary import SPECIALS, Vocabulary
 
 _MOST = 40          # tokens of a row of the table of attention
+_SPACE = '▁'        # in a subword that is shown
 
 
 class Session:
@@ -23,11 +26,22 @@ class Session:
             'attn': (self._attention, '         print the attention of the output to the source in percent, or no longer'),
             'time': (self._time, '         print the time that each line takes, or no longer'),
         }
-        tokens = getattr(translator.source_vocabulary, 'tokens', None)      # of a vocabulary of words
-        self._words = sorted(tokens[4:]) if tokens else []
+
+    @functools.cached_property
+    def _words(self):
+        """The words to complete, sorted: those of a vocabulary, or the subwords that begin a word and have letters alone."""
+        vocabulary = self._translator.source_vocabulary
+        tokens = vocabulary.words(range(len(SPECIALS), len(vocabulary)))
+        if isinstance(vocabulary, Vocabulary):
+            return sorted(tokens)
+        return sorted(token[1:] for token in tokens if token[0] == _SPACE and len(token) > 2 and token[1:].isalpha())
 
     def words(self, prefix):
-        """Return the words of the source language that begin with a prefix."""
+        """Return at most 100 words of the source language that begin with a prefix, in alphabetical order.
+
+        With subwords: the words, and beginnings of longer ones, that are one subword, of both languages if they share the
+        subwords.
+        """
         if not prefix:
             return []
         first = bisect.bisect_left(self._words, prefix)

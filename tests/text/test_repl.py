@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pyops.text import repl
 from pyops.text import session as module
 from pyops.text.flags import serving_parser
 from pyops.text.session import Session, table
+from pyops.text.subwords import train
 from pyops.text.translator import Translation
 from seq2seq import train as seq2seq_train
 from transformer import train as transformer_train
@@ -291,6 +293,15 @@ def test_words_of_the_vocabulary_are_completed(folder):
     tokens = session._translator.source_vocabulary.tokens
     assert session.words('s') == sorted(token for token in tokens if token.startswith('s')) != []
     assert session.words('') == session.words('qqq') == []
+
+
+def test_subwords_that_begin_a_word_are_completed(folder):
+    subwords = train(["The houses of the town, the town's house 7 times."] * 3, 330)
+    found = Session(SimpleNamespace(source_vocabulary=subwords), serving_parser('x').parse_args(['-c', 'x']))
+    words = found.words('t')
+    assert {'the', 'town'} <= set(words) and words == sorted(words) and all(word.isalpha() and len(word) > 1 for word in words)
+    assert all(len(subwords.encode([word]).ids) == 1 for word in words)
+    assert 'house' in found.words('ho') and found.words('own') == found.words('7') == found.words('') == []
 
 
 def test_a_model_without_attention_has_no_table(tmp_path):
