@@ -45,8 +45,8 @@ _recording = []     # a stack: the last plan records
 
 
 def boundary() -> None:
-    """Mark the end of the forward pass of a step.  Does nothing unless a plan records."""
-    if _recording:
+    """Mark the end of the forward pass of a step.  Does nothing unless a plan records in this thread."""
+    if _recording and backend.is_recorded():
         _recording[-1].boundary()
 
 

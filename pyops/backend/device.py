@@ -296,7 +296,8 @@ class Device:
 
     def _records(self):
         """Return whether the hooks apply to this device; all devices with arrays in host memory are equal in this respect."""
-        return state.hooked_device.is_host is self.is_host and state.in_hooked_thread()
+        # The thread first: hooks of another thread may be removed at any time.
+        return state.in_hooked_thread() and state.hooked_device.is_host is self.is_host
 
     def _listen(self, name, values):
         """Pass a launch to the recording plan.  Return whether to run it now."""

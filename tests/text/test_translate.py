@@ -2,6 +2,7 @@
 import importlib
 import itertools
 import re
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -11,9 +12,11 @@ from places import ON_GPU, get, on_the_cpu
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, small_corpus, train_steps
 
 import pyops
-from pyops import backend, checkpoint
+from pyops import backend, checkpoint, ops, plan
 from pyops.errors import UserError
+from pyops.init import xavier_normal, zeros
 from pyops.ops import Attention
+from pyops.params import Parameters, Spec
 from pyops.text import decoding
 from pyops.text import translator as module
 from pyops.text.pairs import Sequences
@@ -198,6 +201,42 @@ def test_answers_belong_to_their_questions_in_every_thread(trained):
     for thread in threads:
         thread.join(120)
     assert failures == [] and not any(thread.is_alive() for thread in threads)
+
+
+@on_the_cpu                     # on a GPU the last bits depend on the batch
+def test_other_threads_may_run_ops_and_record_plans_meanwhile(trained):
+    """Each translator is new, so that it records plans; so does a model in another thread."""
+    translator, texts = trained
+    want = [translator.translate(texts[:n], 2) for n in (1, 2, 3)]
+    failures, done, layer = [], threading.Event(), ops.Linear(Parameters(
+        {'weight': Spec((5, 7), xavier_normal()), 'bias': Spec((5,), zeros())})['weight'])
+    x = backend.put(np.random.default_rng(0).standard_normal((3, 7), 'f'))
+    y = get(layer.forward(x)[0]).copy()
+
+    def work():
+        try:
+            while not done.is_set():
+                with plan.Plan() as recorded:
+                    found, _ = layer.forward(x)
+                recorded.run()
+                if not (np.array_equal(get(found), y) and np.array_equal(get(layer.forward(x)[0]), y)):
+                    raise ValueError(f'{len(recorded.actions)} actions')
+        except Exception as error:
+            failures.append(repr(error))
+    thread, interval = threading.Thread(target=work), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)                                 # the threads interrupt each other within recordings
+    thread.start()
+    try:
+        for _ in range(3):
+            fresh = Translator(translator.model, translator.source_vocabulary, translator.target_vocabulary)
+            for n in 1, 2, 3, 1, 2, 3:                          # a size has plans from its second time on
+                if fresh.translate(texts[:n], 2) != want[n - 1]:
+                    failures.append(f'{n} texts')
+    finally:
+        done.set()
+        thread.join(60)
+        sys.setswitchinterval(interval)
+    assert failures == []
 
 
 def test_another_thread_can_translate_while_a_stream_is_half_read(trained, monkeypatch):

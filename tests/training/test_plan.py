@@ -6,6 +6,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -20,7 +21,7 @@ from pyops.backend.kernels import KERNELS, Kernel, declare
 from pyops.ops import Attention, CrossEntropy, Linear, ReLU
 from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameters, Spec
-from pyops.plan import Plan
+from pyops.plan import Plan, boundary
 from pyops.profile import machine
 from seq2seq.model import Config, Seq2Seq
 from transformer.model import Config as TransformerConfig
@@ -574,3 +575,60 @@ def test_the_kind_of_an_array_does_not_depend_on_its_name():
     assert {tensor.name: tensor.kind for tensor in plan.tensors()} == want
     lines = str(plan).splitlines()
     assert lines[lines.index('Grad Tensors:') + 1:lines.index('Actions:')] == ['\tTensor(slope)(2)', '\tTensor(slopes)(2)']
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+def fill(array, value):
+    backend.launch('fill', array, array.size, value)
+
+
+def test_two_threads_record_one_after_the_other():
+    mine, other, inside, may_leave = backend.zeros(8), backend.zeros(8), threading.Event(), threading.Event()
+    plans = Plan(), Plan()
+
+    def record():
+        with plans[1]:
+            inside.set()
+            fill(other, 1.0)
+            may_leave.wait(60)
+            fill(other, 2.0)
+    thread = threading.Thread(target=record)
+    with plans[0]:
+        fill(mine, 3.0)
+        thread.start()
+        inside.wait(0.2)                # it never is, since this thread records
+        fill(mine, 4.0)
+        may_leave.set()
+    thread.join(60)
+    assert [[action.kernel for action in one.actions] for one in plans] == [['fill'] * 2] * 2
+    for array in mine, other:
+        fill(array, 0.0)
+    for one in plans:
+        one.run()
+    assert get(mine).tolist() == [4.0] * 8 and get(other).tolist() == [2.0] * 8
+
+
+def test_another_thread_may_run_ops_and_calls_while_a_plan_records():
+    mine, other, inside, may_leave = backend.zeros(8), backend.zeros(8), threading.Event(), threading.Event()
+
+    def function():
+        inside.set()
+        may_leave.wait(60)
+        fill(other, 1.0)
+
+    def run():
+        boundary()
+        fill(other, 2.0)
+        backend.call('wait', function, {}, {'other': other})
+    thread = threading.Thread(target=run)
+    with Plan() as recorded:
+        fill(mine, 3.0)
+        thread.start()
+        assert inside.wait(60)          # of a call in the other thread
+        fill(mine, 4.0)
+        may_leave.set()
+        thread.join(60)
+        fill(mine, 5.0)
+    assert [action.kernel for action in recorded.actions] == ['fill'] * 3 and recorded._boundary is None
+    assert get(other).tolist() == [1.0] * 8
