@@ -133,7 +133,7 @@ def sensitivity_flags(parser):
     """Declare the flags of pyops.sensitivity, which is imported when it runs, so that --help is quick."""
     import importlib
 
-    from pyops.flags import fraction, non_negative_float, output_file, positive_int
+    from pyops.flags import fraction, non_negative_float, non_negative_int, output_file, positive_float, positive_int
     from pyops.inspect.choice import patterns
     from pyops.inspect.command import add_output_flags
     parser.add_argument('checkpoint', metavar='CKPT', help='a checkpoint, or a folder: its best or newest checkpoint')
@@ -148,6 +148,12 @@ def sensitivity_flags(parser):
     parser.add_argument('--data-dir', metavar='DIR', help='search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
     parser.add_argument('--pairs', type=positive_int, default=64, metavar='N',
                         help='sentence pairs of the step, evenly spaced in the corpus (default %(default)s)')
+    parser.add_argument('--replayed-steps', type=non_negative_int, default=0, metavar='K',
+                        help='after the step, also make K updates with the same rounding, and report the loss after them: K '
+                        'more steps for each operand (default %(default)s)')
+    parser.add_argument('--lr', type=positive_float, metavar='X',
+                        help='with --replayed-steps: learning rate of the updates (default: as in the training, or its --lr if '
+                        'its schedule ends with the run)')
     parser.add_argument('--results', type=output_file, metavar='FILE',
                         help='append results to FILE; the same command continues an interrupted one')
     parser.add_argument('--search', type=non_negative_float, metavar='PERCENT',
@@ -159,8 +165,9 @@ def sensitivity_flags(parser):
     for library, name in ('te', 'TransformerEngine'), ('torchao', 'torchao'):
         parser.add_argument(f'--recipe-{library}', type=output_file, metavar='FILE',
                             help=f'with --search: write the recipe of the linear layers to FILE, for {name}')
-    parser.add_argument('--sort', default='gradient', choices=('gradient', 'loss'),
-                        help='sort by the cosine of the gradient or by the rise of the loss (default %(default)s)')
+    parser.add_argument('--sort', default='gradient', choices=('gradient', 'loss', 'replayed'),
+                        help='sort by the cosine of the gradient, or by the rise of the loss, at once or after the replayed '
+                        'steps (default %(default)s)')
     add_output_flags(parser)
     parser.set_defaults(run=lambda options: importlib.import_module('pyops.sensitivity').run(options))
 

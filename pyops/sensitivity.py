@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import types
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ from pyops.quantization import OPERANDS, SELECTORS, Family, Recipe
 from pyops.training import Progress, watch
 
 TOP = 30
-SORTS = {'gradient': Column('cosine', 'cosine', False, '.6f'), 'loss': Column('loss %', 'loss_pct', True, '+.4f')}
+SORTS = {'gradient': Column('cosine', 'cosine', False, '.6f'), 'loss': Column('loss %', 'loss_pct', True, '+.4f'),
+         'replayed': Column('replayed %', 'replayed_pct', True, '+.4f')}
 _UNROUNDED_BITS = 32
 _PATIENCE = 8                           # single operands that may fail in a row, before the next format is tried
 
@@ -53,13 +55,16 @@ class _Operands(dict):
 
 
 class Result(NamedTuple):
-    """loss of a step;  cosine of its gradient with the gradient without rounding"""
+    """loss of a step;  cosine of its gradient with the gradient without rounding;  replayed: loss after updates, NaN if the
+    Replay has none"""
     loss: float
     cosine: float
+    replayed: float = math.nan
 
 
 class Row(NamedTuple):
-    """A step with one rounded operand.   statistics: loss, loss_pct (the rise of the loss in percent), cosine, overflow"""
+    """A step with one rounded operand.   statistics: loss, loss_pct (the rise of the loss in percent), cosine, overflow; with
+    updates replayed, replayed_pct (the loss after them, and its rise over the loss after unrounded ones)"""
     layer: str
     operand: str
     format: formats.Format
@@ -71,21 +76,28 @@ class Replay:
 
     translator: a pyops.text.translator.Translator in float32;  pairs: the Pairs of the step, at least one
     store: a _Store, which keeps results between runs
+    updates: None, or the _Updates that follow the step, which then show in Result.replayed
     measure({(layer, operand): Format}) -> Result
     """
 
-    def __init__(self, translator, pairs, store=None):
+    def __init__(self, translator, pairs, store=None, updates=None):
         plain, self.trial = translator.model, Trial()
         self.model = type(plain)(dataclasses.replace(plain.config, ops=self.trial), None)
         self.model.params.values[...] = plain.params.values
         self.batch = pairs.batch_of(np.arange(len(pairs)))
         self.operands = [(layer, operand) for layer, kind in self.trial.given for operand in OPERANDS[kind]]
         self._kinds = {operand: kind for kind, operands in OPERANDS.items() for operand in operands}
-        self._store, self.steps = store or _Store(None, ''), 0
+        self._store, self.steps, self.updates = store or _Store(None, ''), 0, updates
+        self._later = [each.batch_of(np.arange(len(each))) for each in updates.pairs] if updates else []
+        self._optimizer, self._set_rate = updates.optimizer(self.model.params) if updates else (None, None)
         self.loss, self._gradient = self._step({})
+        self.replayed = self._replayed()
         if not math.isfinite(self.loss):
             raise UserError(f'{translator.path}: the loss of these pairs is {self.loss} without rounding; expected a finite '
                             'loss, so give another checkpoint')
+        if updates and not math.isfinite(self.replayed):
+            raise UserError(f'{translator.path}: the loss after the replayed steps is {self.replayed} without rounding; give a '
+                            'smaller --lr')
         self.costs = self._product_costs()
 
     def measure(self, chosen):
@@ -95,7 +107,7 @@ class Replay:
             loss, gradient = self._step(chosen)
             norms = math.sqrt(_dot(gradient, gradient) * _dot(self._gradient, self._gradient))
             cosine = _dot(gradient, self._gradient) / norms if norms else math.nan
-            self._store.add(text, Result(loss, cosine))
+            self._store.add(text, Result(loss, cosine, self._replayed()))
         return self._store.results[text]
 
     @staticmethod
@@ -113,10 +125,29 @@ class Replay:
         for (layer, operand), fmt in chosen.items():
             self.trial.given[layer, self._kinds[operand]][operand] = fmt
         self.steps += 1
+        return self._loss_of(self.batch), np.array(backend.get(self.model.params.grads))
+
+    def _loss_of(self, batch):
+        """Return the loss of a batch; its gradient is in the parameters."""
         self.model.params.zero_grads()
-        loss, ctx = self.model.forward(self.batch)
+        loss, ctx = self.model.forward(batch)
         self.model.backward(ctx)
-        return float(backend.get(loss)[0]), np.array(backend.get(self.model.params.grads))
+        return float(backend.get(loss)[0])
+
+    def _replayed(self):
+        """Update with the gradient of the step just made and with those of the later batches but the last.  Return the loss of
+        the last one, and restore the parameters and the state of the optimizer.  NaN without updates."""
+        if not self._later:
+            return math.nan
+        params, optimizer = self.model.params, self._optimizer
+        state = [(array, np.array(backend.get(array))) for array in (params.values, params.m, params.v, optimizer.count)]
+        for batch in self._later:
+            self._set_rate()
+            optimizer.step()
+            loss = self._loss_of(batch)
+        for array, before in state:
+            array[...] = backend.put(before)
+        return loss
 
     def _product_costs(self):
         """Return {(layer, product): operations} of a step."""
@@ -163,12 +194,12 @@ class _Store:
                 file.seek(0)
                 lines = file.read().split(b'\n')
                 if lines[0] and json.loads(lines[0]).get('step') != identity:
-                    raise UserError(f'{printable(self.path)}: has the results of another checkpoint or of other pairs; name '
-                                    'another file with --results')
+                    raise UserError(f'{printable(self.path)}: has the results of another checkpoint, of other pairs or '
+                                    'of other replayed steps; name another file with --results')
                 for line in lines[1:-1]:                    # what follows the last newline is incomplete
                     found = json.loads(line)
                     self.results[found['recipe']] = Result(*(math.nan if found[key] is None else found[key]
-                                                             for key in ('loss', 'cosine')))
+                                                             for key in Result._fields if key in found))
                 file.truncate(sum(len(line) + 1 for line in lines[:-1]))
                 if len(lines) == 1:
                     file.write(json.dumps({'step': identity}).encode() + b'\n')
@@ -181,7 +212,7 @@ class _Store:
         self.results[recipe] = result
         if self.path is None:
             return
-        line = {'recipe': recipe, 'loss': finite(result.loss), 'cosine': finite(result.cosine)}
+        line = {'recipe': recipe, **{key: finite(value) for key, value in result._asdict().items()}}
         try:
             with open(self.path, 'ab') as file:
                 file.write(json.dumps(line).encode() + b'\n')
@@ -189,15 +220,32 @@ class _Store:
             raise cannot_write(self.path, error, '--results') from error
 
 
+class _Updates(NamedTuple):
+    """Updates of the parameters that a Replay makes after its step.
+
+    pairs: the Pairs of the steps after each update, as many as updates; the loss of the last ones is reported
+    optimizer: function of the Parameters, that returns the optimizer in its state before the step and a function that sets the
+    learning rate of its next step
+    """
+    pairs: list
+    optimizer: object
+
+
+def _percent(loss, exact):
+    """Return the rise of a loss in percent."""
+    return 100 * (loss / exact - 1)
+
+
 def singles(replay, fmts, operands, progress=iter):
     """Return a Row for each of [(layer, operand)] in each format."""
     rows, trials = [], [(key, fmt) for fmt in fmts for key in operands]
     for (layer, operand), fmt in progress(trials):
         result = replay.measure({(layer, operand): fmt})
-        is_lost = not (math.isfinite(result.loss) and math.isfinite(result.cosine))
-        rows.append(Row(layer, operand, fmt, {
-            'loss': result.loss, 'loss_pct': 100 * (result.loss / replay.loss - 1), 'cosine': result.cosine,
-            'overflow': is_lost}))
+        statistics = {'loss': result.loss, 'loss_pct': _percent(result.loss, replay.loss), 'cosine': result.cosine}
+        if replay.updates:
+            statistics |= {'replayed': result.replayed, 'replayed_pct': _percent(result.replayed, replay.replayed)}
+        statistics['overflow'] = not all(map(math.isfinite, statistics.values()))
+        rows.append(Row(layer, operand, fmt, statistics))
     return rows
 
 
@@ -210,6 +258,7 @@ class Found(NamedTuple):
 
 def search(replay, rows, most_loss_pct, least_cosine, on_trial=lambda count: None):
     """Return the cheapest recipe found whose loss rises by at most this percentage and whose gradient has at least this cosine.
+    If the replay has updates, the limit also holds for the loss after them.
 
     rows: of `singles`.  The formats are tried from the widest to the narrowest, each on the operands that are still wider.
     Operands with a small error for the operations of their product come first.  Bisection finds how many of them can be rounded
@@ -219,7 +268,7 @@ def search(replay, rows, most_loss_pct, least_cosine, on_trial=lambda count: Non
 
     def damage(row):
         """The larger share of a limit that the operand uses up alone, per operation of its product."""
-        rise, turn = row.statistics['loss_pct'], 1 - row.statistics['cosine']
+        rise, turn = max(row.statistics['loss_pct'], row.statistics.get('replayed_pct', 0.0)), 1 - row.statistics['cosine']
         if row.statistics['overflow']:
             return math.inf
         used = max(rise / max(most_loss_pct, 1e-12), turn / max(1 - least_cosine, 1e-12), 0.0)
@@ -230,7 +279,9 @@ def search(replay, rows, most_loss_pct, least_cosine, on_trial=lambda count: Non
         tried += 1
         on_trial(tried)
         result = replay.measure(trial)
-        return result.loss <= replay.loss * (1 + most_loss_pct / 100) and result.cosine >= least_cosine
+        most = 1 + most_loss_pct / 100
+        return (result.loss <= replay.loss * most and result.cosine >= least_cosine
+                and (not replay.updates or result.replayed <= replay.replayed * most))
 
     def extend(keys, fmt):
         nonlocal chosen
@@ -267,17 +318,29 @@ def run(options):
     if None in fmts:
         raise UserError(f'--formats {options.formats}: expected formats; none is the step that the others are compared with')
     _check_search(options, fmts)
-    found = checkpoint.find(options.checkpoint, serving=True, parameters_only=True)
+    _check_replay(options)
+    found = checkpoint.find(options.checkpoint, serving=True, parameters_only=not options.replayed_steps)
     for line in found.warnings:
         print(line, file=sys.stderr)
     translator = of_checkpoint(found, {'quant': 'none', 'compute': 'float32'})
     corpus, _ = open_corpus(options.corpus, options.data_dir)
     count = min(options.pairs, len(corpus))
     vocabularies = translator.source_vocabulary, translator.target_vocabulary
-    part = vocabularies[0].read_corpus(corpus.take(np.arange(count) * len(corpus) // count))
-    pairs = Pairs.encode(part, *vocabularies, translator.num_steps)
-    digest = hashlib.blake2b(backend.get(translator.model.params.values).tobytes(), digest_size=16).hexdigest()
-    replay = Replay(translator, pairs, _Store(options.results, f'{digest} {pairs.digest()}'))
+
+    def pairs_of(step):
+        starts = np.arange(count) * len(corpus) + step * len(corpus) // (options.replayed_steps + 1)
+        part = vocabularies[0].read_corpus(corpus.take(starts // count))
+        return Pairs.encode(part, *vocabularies, translator.num_steps)
+
+    pairs, *later = map(pairs_of, range(options.replayed_steps + 1))
+    hashed = hashlib.blake2b(backend.get(translator.model.params.values).tobytes(), digest_size=16)
+    identity = f'{hashed.hexdigest()} {pairs.digest()}'
+    updates = _updates(found, later, options.lr) if later else None
+    if updates:
+        for name in sorted(found.tensors):
+            hashed.update(found.tensors[name].tobytes())
+        identity += f' {hashed.hexdigest()} {options.lr} ' + ' '.join(each.digest() for each in later)
+    replay = Replay(translator, pairs, _Store(options.results, identity), updates)
     operands = _operands(replay, options)
     rows = singles(replay, fmts, operands, lambda trials: watch(trials, len(trials), 'sensitivity', 'steps'))
     ordered = worst_first(rows, SORTS[options.sort])
@@ -298,6 +361,22 @@ def run(options):
     return 0
 
 
+def _updates(found, later, lr):
+    """Return the _Updates that continue the training of a checkpoint.   lr: learning rate; None: as in the training"""
+    from pyops import fit
+    from pyops.text import training
+    settings, tensors = found.state['settings'], {
+        name: tensor for name, tensor in found.tensors.items() if not name.startswith('trained/')}
+
+    def optimizer(params):
+        adam = training.adam(types.SimpleNamespace(params=params), settings | {'lr': lr or settings['lr'], 'ema': 0})
+        fit.restore(params, adam, tensors, found.path)
+        is_given = lr is not None or training.has_an_end(settings)
+        return adam, (lambda: None) if is_given else training.Schedule(settings, adam, None).set_rate
+
+    return _Updates(later, optimizer)
+
+
 # flags that write a recipe for another library -> how, which formats it has, its name
 _LIBRARIES = {'recipe_te': (recipe_files.transformer_engine, recipe_files.transformer_engine_has, 'TransformerEngine'),
               'recipe_torchao': (recipe_files.torchao, recipe_files.torchao_has, 'torchao')}
@@ -305,6 +384,12 @@ _LIBRARIES = {'recipe_te': (recipe_files.transformer_engine, recipe_files.transf
 
 def _flag(name):
     return f'--{name.replace("_", "-")}'
+
+
+def _check_replay(options):
+    if not options.replayed_steps and (options.lr is not None or options.sort == 'replayed'):
+        flag = '--lr' if options.lr is not None else '--sort replayed'
+        raise UserError(f'{flag}: has no effect without --replayed-steps K; add it')
 
 
 def _check_search(options, fmts):
@@ -347,9 +432,10 @@ def _table(path, count, replay, ordered, options, result):
     """Yield the lines of the ranked table and of the result of the search."""
     layers = len({row.layer for row in ordered})
     yield f'{len(ordered)} steps of {printable(path)} on {count} pairs, one operand of {layers} layers rounded in each'
-    yield f'loss without rounding : {replay.loss:.5f}; worst first by {SORTS[options.sort].title}'
+    after = f', after {options.replayed_steps} updates {replay.replayed:.5f}' if replay.updates else ''
+    yield f'loss without rounding : {replay.loss:.5f}{after}; worst first by {SORTS[options.sort].title}'
     yield ''
-    columns = list(SORTS.values())
+    columns = [column for name, column in SORTS.items() if name != 'replayed' or replay.updates]
     start = '  '.join(f'{column.title:>{column.width}}' for column in columns)
     shown = ordered[:TOP if options.top is None else options.top]
     wide = max(len('format'), *(len(str(row.format)) for row in shown))
@@ -367,9 +453,12 @@ def _table(path, count, replay, ordered, options, result):
 
 
 def _summary(replay, found):
-    rise = 100 * (found.result.loss / replay.loss - 1)
+    rise = _percent(found.result.loss, replay.loss)
+    after = ''
+    if replay.updates:
+        after = f', after updates {found.result.replayed:.5f} ({_percent(found.result.replayed, replay.replayed):+.4f} %)'
     yield (f'search : {len(found.chosen)} of {len(replay.operands)} operands rounded, {found.tried} recipes tried; loss '
-           f'{found.result.loss:.5f} ({rise:+.4f} %), cosine of the gradient {number(found.result.cosine, ".6f")}')
+           f'{found.result.loss:.5f} ({rise:+.4f} %){after}, cosine of the gradient {number(found.result.cosine, ".6f")}')
     shares = ', '.join(f'{bits} bits {share:.1%}' for bits, share in replay.bits(found.chosen).items())
     yield f'operations by the wider operand of their product : {shares}'
 
@@ -406,9 +495,11 @@ def _write_translated(name, path, translate, library, checkpoint_path, replay, f
 
 def _document(path, count, replay, rows, found):
     """Return the document for --json.  Values that are not finite are null."""
-    return {'checkpoint': os.fspath(path), 'pairs': count, 'loss': replay.loss,
+    return {'checkpoint': os.fspath(path), 'pairs': count, 'loss': replay.loss, 'replayed': finite(replay.replayed),
+            'replayed_steps': len(replay.updates.pairs) if replay.updates else 0,
             'steps': [{'layer': row.layer, 'operand': row.operand, 'format': str(row.format), **{
-                key: finite(row.statistics[key]) for key in ('loss', 'loss_pct', 'cosine')}} for row in rows],
+                key: finite(value) for key, value in row.statistics.items() if key != 'overflow'}} for row in rows],
             'search': found and {'recipe': str(replay.recipe(found.chosen)), 'operands': len(found.chosen),
                                  'tried': found.tried, 'loss': finite(found.result.loss), 'cosine': finite(found.result.cosine),
+                                 'replayed': finite(found.result.replayed),
                                  'bits': {str(bits): share for bits, share in replay.bits(found.chosen).items()}}}

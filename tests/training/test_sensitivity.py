@@ -10,11 +10,13 @@ from small_models import make_seq2seq, make_transformer, pairs
 from translation import TINY_TRANSFORMER, train_steps
 
 from pyops import __main__, formats
+from pyops.checkpoint import find
 from pyops.errors import UserError
 from pyops.inspect.tables import worst_first
+from pyops.optim import Adam
 from pyops.quantization import OPERANDS, Recipe, family
-from pyops.sensitivity import SORTS, Replay, _Store, search, singles
-from pyops.text.translator import Translator
+from pyops.sensitivity import SORTS, Replay, Result, _Store, _Updates, _updates, search, singles
+from pyops.text.translator import Translator, of_checkpoint
 from transformer import train as transformer_train
 
 
@@ -60,6 +62,81 @@ def by_a_new_model(make, recipe):
     loss, ctx = model.forward(corpus.batch_of(np.arange(len(corpus))))
     model.backward(ctx)
     return float(loss[0]), model.params.grads.astype(np.float64)
+
+
+def trained_on(make, recipe, batches, lr):
+    """The loss after updates with Adam in a model that is built with a recipe: on the last of these batches."""
+    trained, (_, corpus) = make(), pairs()
+    train_steps(trained, corpus, 20)
+    model = type(trained)(dataclasses.replace(trained.config, ops=family(recipe)), 3)
+    model.params.values[...] = trained.params.values
+    optimizer = Adam(model.params, lr, max_norm=1.0)
+    for rows in batches[:-1]:
+        model.params.zero_grads()
+        _, ctx = model.forward(corpus.batch_of(rows))
+        model.backward(ctx)
+        optimizer.step()
+    return float(model.forward(corpus.batch_of(batches[-1]))[0][0])
+
+
+class _Part:
+    """Some pairs of a corpus."""
+    def __init__(self, corpus, rows):
+        self.corpus, self.rows = corpus, rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def batch_of(self, rows):
+        return self.corpus.batch_of(self.rows[rows])
+
+
+@pytest.mark.parametrize('make', [make_transformer, make_seq2seq], ids=['transformer', 'seq2seq'])
+def test_replayed_steps_are_those_of_a_model_that_trains_with_the_recipe(make):
+    _, corpus = pairs()
+    rows = np.split(np.random.default_rng(1).permutation(len(corpus))[:120], 3)
+
+    def replayed(count):
+        model = make()
+        train_steps(model, corpus, 20)
+        updates = _Updates([_Part(corpus, part) for part in rows[1:count + 1]],
+                           lambda params: (Adam(params, 0.01, max_norm=1.0), lambda: None))
+        return Replay(Translator(model, [], []), _Part(corpus, rows[0]), None, updates if count else None)
+
+    replay, one, none = replayed(2), replayed(1), replayed(0)
+    key = next(key for key in replay.operands if key[1] == 'wgrad.g')
+    chosen = {key: formats.parse('mxfp4')}
+    recipe = Recipe.parse(f'wgrad.g=mxfp4@{key[0]}')
+    for each, count in (replay, 2), (one, 1):
+        assert each.replayed == trained_on(make, Recipe(), rows[:count + 1], 0.01)
+        result = each.measure(chosen)
+        assert result.replayed == trained_on(make, recipe, rows[:count + 1], 0.01) != each.replayed
+        # an operand of backward changes the loss only by updates, and each trial begins with the same state
+        assert result.loss == each.loss == none.loss and result.cosine == none.measure(chosen).cosine < 1
+    again = replay.measure({replay.operands[0]: formats.parse('bf16')})
+    replay._store.results.clear()
+    assert replay.measure({replay.operands[0]: formats.parse('bf16')}) == again
+    assert math.isnan(none.replayed) and math.isnan(none.measure(chosen).replayed)
+    rows_of = singles(replay, [formats.parse('mxfp4')], [key])
+    assert rows_of[0].statistics['replayed_pct'] == 100 * (replay.measure(chosen).replayed / replay.replayed - 1) != 0
+    assert 'replayed_pct' not in singles(none, [formats.parse('mxfp4')], [key])[0].statistics
+
+
+def test_a_search_keeps_the_limit_after_replayed_steps(replay):
+    operands = of_encoder(replay)
+    measured = dict.fromkeys(operands, 1.0) | {operands[3]: 1.5}        # after updates; the step itself shows nothing
+
+    class Recorded:
+        loss, replayed, updates, costs = 1.0, 1.0, object(), {}
+
+        def measure(self, chosen):
+            return Result(1.0, 1.0, max((measured[key] for key in chosen), default=1.0))
+    recorded = Recorded()
+    rows = singles(recorded, [formats.parse('mxfp4')], operands)
+    assert set(search(recorded, rows, 10.0, 0.9).chosen) == {*operands} - {operands[3]}
+    assert set(search(recorded, rows, 60.0, 0.9).chosen) == {*operands}
+    recorded.updates = None
+    assert set(search(recorded, singles(recorded, [formats.parse('mxfp4')], operands), 10.0, 0.9).chosen) == {*operands}
 
 
 @pytest.mark.parametrize('make', [make_transformer, make_seq2seq], ids=['transformer', 'seq2seq'])
@@ -132,7 +209,8 @@ def test_results_are_kept_and_continued(tmp_path):
     assert [second.measure(one) for one in chosen] == results and second.steps == 1
     second.measure({second.operands[5]: formats.parse('mxfp4')})
     assert second.steps == 2 and len(_Store(path, 'one').results) == 5
-    with pytest.raises(UserError, match='results.jsonl: has the results of another checkpoint or of other pairs; name another'):
+    with pytest.raises(UserError, match='results.jsonl: has the results of another checkpoint, of other pairs or of other '
+                                        'replayed steps; name another'):
         _Store(path, 'two')
     path.write_text('[1\n')
     with pytest.raises(UserError, match='results.jsonl: not a file of results; name another file with --results'):
@@ -161,6 +239,47 @@ def test_the_command_ranks_operands_and_writes_a_recipe_that_trains(checkpoint, 
     parsed = transformer_train.parser().parse_args(['--quant', f'@{path}']).quant
     assert parsed == recipe != 'none'
     transformer_train.main([*TINY_TRANSFORMER, '-c', str(tmp_path / 'new'), '--quant', f'@{path}', '--max-steps', '2'])
+
+
+def test_replayed_steps_continue_the_training_and_are_kept(checkpoint, run, tmp_path):
+    flags = checkpoint, '-f', 'embedded', '--pairs', '20', '--layers', 'encoder.0.feed_forward.w1', '--replayed-steps', '2'
+    status, out, _ = run(*flags, '--results', tmp_path / 'results', '--sort', 'replayed', '--json')
+    document = json.loads(out, parse_constant=pytest.fail)
+    rises = [row['replayed_pct'] for row in document['steps']]
+    assert status == 0 and document['replayed_steps'] == 2 and rises == sorted(rises, reverse=True) and len(set(rises)) > 3
+    for row in document['steps']:
+        assert row['replayed_pct'] == 100 * (row['replayed'] / document['replayed'] - 1)
+    lines = (tmp_path / 'results').read_bytes().splitlines(True)
+    (tmp_path / 'results').write_bytes(b''.join(lines[:4]) + lines[4][:20])          # the process ended while it wrote a line
+    assert run(*flags, '--results', tmp_path / 'results', '--sort', 'replayed', '--json')[1] == out
+    assert (tmp_path / 'results').read_bytes() == b''.join(lines)
+    text = run(*flags, '--top', '1', '--sort', 'replayed', '--search', '1')[1].splitlines()
+    assert re.search(r'after 2 updates \d', text[1])
+    assert text[3].split() == 'cosine loss % replayed % format operand layer'.split()
+    assert text[4].split()[2] == f'{rises[0]:+.4f}' and re.search(r', after updates [\d.]+ \([+-]', '\n'.join(text))
+    still = json.loads(run(*flags, '--lr', '1e-30', '--json')[1])
+    assert all(row['replayed_pct'] == 0 for row in still['steps'] if not row['operand'].startswith('fwd'))
+    assert still['replayed'] != document['replayed'] and still['loss'] == document['loss']
+    status, _, err = run(*flags[:-1], '1', '--results', tmp_path / 'results')
+    assert status == 2 and 'of other replayed steps; name another file with --results' in err
+
+
+def test_updates_begin_with_the_moments_and_the_rate_of_the_training(checkpoint):
+    found = find(checkpoint, serving=True)
+    model = of_checkpoint(found, {}).model
+    settings, step = found.state['settings'], int(found.tensors['step'][0])
+    settings['warmup'] = 2
+    assert step > 2
+    falling = settings['lr'] * min((step + 1) / settings['warmup'], (settings['warmup'] / (step + 1)) ** 0.5)
+    for lr, schedule, want in ((0.25, 'inverse-root', 0.25), (None, 'inverse-root', falling), (None, 'cosine', settings['lr'])):
+        found.state['settings']['schedule'] = schedule
+        adam, set_rate = _updates(found, [], lr).optimizer(model.params)
+        set_rate()
+        assert adam.count[0] == step and adam.rate[0] == pytest.approx(want, rel=1e-6)
+        for name in model.params:
+            np.testing.assert_array_equal(model.params.view(model.params.m, name), found.tensors[f'adam_m/{name}'])
+            np.testing.assert_array_equal(model.params.view(model.params.v, name), found.tensors[f'adam_v/{name}'])
+        assert np.abs(model.params.m).max() > 0
 
 
 def test_a_recipe_is_written_for_other_libraries(checkpoint, run, tmp_path):
@@ -199,6 +318,11 @@ def test_bad_input_is_one_line_that_names_the_remedy(checkpoint, run, tmp_path):
             ((checkpoint, '--recipe-te', tmp_path / 'r'), '--recipe-te: has no effect without --search PERCENT; add it'),
             ((checkpoint, '--search', '1', '--recipe-torchao', tmp_path / 'r'),
              '--formats mxfp4,mxfp8: torchao has none of these, so --recipe-torchao would have an empty recipe; add one that'),
+            ((checkpoint, '--lr', '1'), '--lr: has no effect without --replayed-steps K; add it'),
+            ((checkpoint, '--sort', 'replayed'), '--sort replayed: has no effect without --replayed-steps K; add it'),
+            ((checkpoint, '--replayed-steps', '-1'), '--replayed-steps: expected'),
+            ((checkpoint, '--replayed-steps', '2', '--lr', '1e38'), 'the loss after the replayed steps is nan '
+             'without rounding; give a smaller --lr'),
             ((checkpoint, '--search', '-1'), '--search: expected a finite number >= 0'),
             ((checkpoint, '--search', '1', '--formats', 'mxfp4:hadamard=16,mxfp8'), 'a search needs formats with the same')):
         status, out, err = run(*arguments, '-f', 'embedded', '--pairs', '4')
