@@ -18,6 +18,7 @@ import numpy as np
 
 from pyops import formats
 from pyops.errors import UserError, printable
+from pyops.inspect import codes as codes_of
 from pyops.inspect.choice import select
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
 from pyops.inspect.statistics import BLOCK, block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
@@ -41,6 +42,7 @@ SORTS = {'sqnr': Column('SQNR dB', 'sqnr_db', False, '.2f'),
          'overflow': Column('overflow', 'overflow', True, 'd'),
          'block': Column('block dB', 'worst_block_db', False, '.2f')}
 
+_CODES = Column('code std', 'code_std', True, '.3f'), Column('scale std', 'scale_std', True, '.3f')     # with --save-codes
 _DROPPED = 'block', 'cosine', 'error'           # columns to omit on a narrow terminal, in this order
 _LINE, _MUCH = 250, 50_000_000             # bytes of a line of --per-block, and above which its size is announced
 _ROOM = 30                                      # characters for a tensor's name before columns are omitted
@@ -49,7 +51,7 @@ _BLOCK_COLUMNS = 'sqnr_db', 'cosine', 'max_abs_error', 'underflow_pct', 'saturat
 
 class Row(NamedTuple):
     """One tensor in one format.  statistics: from statistics.measure, and worst_block_db.  histograms: counts by binade,
-    by scale and by digits, empty if they do not apply."""
+    by scale and by digits, empty if they do not apply; with a folder of codes also by code and by octave of the scale."""
     entry: Entry
     format: formats.Format
     statistics: dict
@@ -76,12 +78,12 @@ def parse_formats(text: str) -> list[Format]:
 def compare(entries: Iterable[Entry], fmts: Sequence[Format],
             mask_of: Callable[[Entry], np.ndarray | None] = lambda entry: None, axis: int | str | None = None,
             progress: Callable[[Iterable[Entry]], Iterable[Entry]] = iter,
-            on_blocks: Callable[..., Any] | None = None) -> tuple[list[Row], list[tuple[str, str]]]:
+            on_blocks: Callable[..., Any] | None = None, folder: codes_of.Folder | None = None) -> tuple[list[Row], list[tuple[str, str]]]:
     """Round every tensor to every format.  Return ([Row], [(file, reason)] of unreadable files).
 
     mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: the entry's axis.
-    on_blocks: called with (entry, format, axis, statistics of the blocks, log2 of their scales or None).  One tensor at a time
-    is in memory.
+    on_blocks: called with (entry, format, axis, statistics of the blocks, log2 of their scales or None)
+    folder: receives files with codes and scales, which then have statistics, too.  One tensor at a time is in memory.
     """
     rows, skipped = [], []
     for entry in progress(entries):
@@ -98,6 +100,15 @@ def compare(entries: Iterable[Entry], fmts: Sequence[Format],
             if entry.is_weights:
                 whole['row_sum_error'] = row_sum_error(x, fmt, along, mask)
             histograms = {'exponents': binades, 'scales': scale_codes(x, fmt, along, mask), 'digits': digits(x, fmt, mask)}
+            if folder:
+                try:
+                    found = folder.add(entry, fmt, along, x, mask)
+                    histograms |= {'codes': found.codes, 'scale_octaves': found.scales}
+                    whole |= {'code_std': found.code_std, 'scale_std': found.scale_std}
+                except LogError as error:
+                    skipped.append((entry.relative_path, str(error)))
+                    histograms |= {'codes': {}, 'scale_octaves': {}}
+                    whole |= {'code_std': math.nan, 'scale_std': math.nan}
             rows.append(Row(entry, fmt, whole | {'worst_block_db': worst}, histograms))
             if on_blocks:
                 on_blocks(entry, fmt, along, blocks, block_scales(x, fmt, along) if fmt.is_block else None)
@@ -145,9 +156,10 @@ def run(options):
     if options.per_block and (nbytes := _LINE * _block_lines(entries, fmts, options.axis)) > _MUCH:
         print(f'--per-block: {printable(options.per_block)} will have about {size_text(nbytes)}; choose fewer tensors with '
               '--layers, --names or --steps, or fewer formats', file=sys.stderr, flush=True)
+    folder = codes_of.Folder(options.save_codes, options.logs) if options.save_codes else None
     with _Blocks(options.per_block) as blocks:
         rows, unread = compare(entries, fmts, logs.mask, options.axis, lambda entries: watch(entries, len(entries), 'compare'),
-                               blocks.add if options.per_block else None)
+                               blocks.add if options.per_block else None, folder)
     skipped = [*logs.skipped, *unread]
     if not rows:
         raise UserError(f'{printable(options.logs)}: none of {len(entries)} tensors can be read; {skipped[-1][1]}')
@@ -234,7 +246,8 @@ def _table(options, rows, shown, width):
     yield f'{tensors} of {printable(options.logs)}, {of}; worst first by {SORTS[options.sort].title}'
     yield ''
     wide, digits = max(6, *(len(str(row.format)) for row in rows)), max(4, len(str(steps[-1])))
-    columns = _columns(options.sort, wide + digits, width, any(row.statistics['overflow'] for row in rows))
+    columns = _columns(options.sort, wide + digits, width, any(row.statistics['overflow'] for row in rows),
+                       rows[0].statistics)
     start = '  '.join(f'{column.title:>{column.width}}' for column in columns)
     yield cut(f'{start}  {"format":<{wide}}  {"step":>{digits}}  tensor', width)
     for row in shown:
@@ -252,11 +265,19 @@ def _table(options, rows, shown, width):
         values = total.sqnr_db, total.forward_db, total.backward_db, total.median_db, worst
         figures = '  '.join(f'{number(value):>{len(title)}}' for value, title in zip(values, titles, strict=True))
         yield cut_name(f'{str(total.format):<{wide}}  {figures}  ', name, width)
+    if options.save_codes:
+        for title, key in ('codes, % by octave', 'codes'), ('scales, % of blocks by octave', 'scale_octaves'):
+            yield ''
+            yield f'{"format":<{wide}}  {title}'
+            for fmt in dict.fromkeys(row.format for row in rows):
+                histograms = [row.histograms[key] for row in rows if row.format == fmt]
+                yield cut(f'{str(fmt):<{wide}}  {codes_of.shares(fmt, histograms, key == "codes") or "-"}', width)
 
 
-def _columns(sort, others, width, has_overflow):
+def _columns(sort, others, width, has_overflow, statistics):
     """Return the columns that fit beside the name, and always the column of --sort.  Overflow has one only if there is any."""
     columns = [column for name, column in SORTS.items() if name != 'overflow' or name == sort or has_overflow]
+    columns += [column for column in _CODES if column.key in statistics]
     for name in _DROPPED:
         if width is None or sum(column.width + 2 for column in columns) + others + 4 + _ROOM <= width:
             break

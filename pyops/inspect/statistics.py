@@ -53,7 +53,7 @@ def describe(x: Any, mask: np.ndarray | None = None, copy: np.ndarray | None = N
 
 def rounded(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     """Return x rounded to fmt, as float32.  Like fake_quantize, but axis may be 'tokens': the flattened leading axes."""
-    flat, axis = _flattened(x, axis)
+    flat, axis = flattened(x, axis)
     return formats.fake_quantize(flat, fmt, axis).reshape(np.shape(x))
 
 
@@ -62,7 +62,7 @@ def transformed(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     f = formats.parse(fmt)
     if not f.hadamard:
         return np.asarray(x)
-    flat, axis = _flattened(x, axis)
+    flat, axis = flattened(x, axis)
     return np.asarray(formats.hadamard(flat, f.hadamard, axis, signs=f.option('signs'))).reshape(np.shape(x))
 
 
@@ -102,7 +102,7 @@ def measure(x: Any, fmt: str | Format, axis: int | str = -1,
             mask: np.ndarray | None = None) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Return the results of `quantization` and `block_quantization`, both computed in one pass."""
     f = formats.parse(fmt)
-    blocks = _Blocks(x, f, axis, mask)
+    blocks = Blocks(x, f, axis, mask)
     sums = {name: np.zeros(blocks.shape_of_sums) for name in _SUMS}
     counts, relative = dict.fromkeys(('nan', 'inf', 'poisoned', 'subnormal', 'nonzero_pairs'), 0), 0.0
     for tile in blocks.tiles():
@@ -212,7 +212,7 @@ def scale_codes(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarra
     f = formats.parse(fmt)
     if not f.is_block:
         return {}
-    blocks = _Blocks(x, f, axis, mask)
+    blocks = Blocks(x, f, axis, mask)
     codes = blocks.codes()
     if blocks.valid is not None and codes.size:
         codes = codes[np.logical_or.reduceat(blocks.valid, np.arange(0, blocks.n, blocks.block), axis=1)]
@@ -249,17 +249,17 @@ def block_scales(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     if not f.is_block:
         raise ValueError(f'{f}: has no scales that are powers of two; expected mxfp8, mxfp6, mxfp4 or mxint8 with blocks along '
                          'one axis')
-    view = _Blocks(x, f, axis, None)
+    view = Blocks(x, f, axis, None)
     return view.exponents().reshape(view.shape)
 
 
 def zero_blocks(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     """Return a bool array in the shape of block_sqnr: whether all values of a block are 0, so that its scale means nothing."""
-    view = _Blocks(x, formats.parse(fmt), axis, None)
+    view = Blocks(x, formats.parse(fmt), axis, None)
     return (view.amax() == 0).reshape(view.shape)
 
 
-def _flattened(x: Any, axis: Any) -> tuple[np.ndarray, int]:
+def flattened(x: Any, axis: Any) -> tuple[np.ndarray, int]:
     """Return x and the axis as a number.  For 'tokens', x is reshaped to tokens by features."""
     x = np.asarray(x)
     return (x.reshape(-1, x.shape[-1] if x.ndim else 1), 0) if axis == 'tokens' else (x, axis)
@@ -286,16 +286,17 @@ class _Tile(NamedTuple):
     blocks: tuple
 
 
-class _Blocks:
+class Blocks:
     """A tensor as (outer, n, inner) with blocks along n, which yields its values and their rounded copies tile by tile.
 
-    shape_of_sums: (outer, blocks, inner);  shape: the same with the axes of the tensor
+    full: (outer, n, inner);  shape_of_sums: (outer, blocks, inner);  shape: the same with the axes of the tensor
+    x: the values;  valid: bool, False at padding, or None;  both have the shape `full`
     If the format has a Hadamard transform, the values are the transformed ones: the transform is orthogonal, so the energies of
     signal and error are the same.  Padding is a part of a transform without any valid value.
     """
 
     def __init__(self, x: Any, f: Format, axis: int | str, mask: np.ndarray | None) -> None:
-        flat, axis = _flattened(x, axis)
+        flat, axis = flattened(x, axis)
         flat = np.ascontiguousarray(flat, np.float32).reshape(flat.shape)           # ascontiguousarray changes () to (1,)
         axis = axis % max(flat.ndim, 1)
         self.block, self.f = f.block or BLOCK, f.without_hadamard if f.hadamard else f

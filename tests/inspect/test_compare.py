@@ -146,7 +146,7 @@ def test_the_table(dump, run):
 def test_the_table_fits_a_terminal(dump, width):
     logs = Logs(dump)
     rows, _ = compare.compare(logs.entries[:25], [formats.parse('mxfp8:elem=e5m2'), formats.parse('bf16')], logs.mask)
-    options = type('Options', (), {'logs': '/logs', 'sort': 'error'})
+    options = type('Options', (), {'logs': '/logs', 'sort': 'error', 'save_codes': None})
     table = list(compare._table(options, rows, compare.ranked(rows, 'error')[:9], width))
     assert all(len(line) <= width or width == 60 for line in table)
     assert ('block dB' in table[2]) == (width >= 120) and 'max error' in table[2]      # it is what they are sorted by
