@@ -164,8 +164,8 @@ class Folder:
     def __init__(self, path: str, logs: str) -> None:
         self.path, inside = path, os.path.realpath(path)
         if os.path.commonpath([inside, os.path.realpath(logs)]) == os.path.realpath(logs):
-            raise UserError(f'--save-codes {printable(path)}: is in the folder of saved tensors, whose readers would take codes '
-                            'for tensors; name another folder')
+            raise UserError(f'--save-codes {printable(path)}: is in the folder of saved tensors, whose readers would take '
+                            'codes for tensors; name another folder')
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as error:

@@ -63,8 +63,8 @@ def _add_compare(parser):
     add_output_flags(parser)
     parser.add_argument('--per-block', type=output_file, metavar='FILE', help='also write a CSV file with one line per block')
     parser.add_argument('--save-codes', type=_path, metavar='DIR',
-                        help='also write codes and scales of each tensor in each format to a safetensors file in DIR, and print '
-                        'their histograms and standard deviations')
+                        help='also write codes and scales of each tensor in each format to a safetensors file in DIR, and '
+                        'print their histograms and standard deviations')
     parser.set_defaults(run=_runs('compare'))
 
 

@@ -21,6 +21,7 @@ from pyops.errors import UserError, printable
 from pyops.inspect import codes as codes_of
 from pyops.inspect.choice import select
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
+from pyops.inspect.pieces import measure_in_pieces
 from pyops.inspect.statistics import BLOCK, block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
 from pyops.inspect.tables import Column, cannot_write, cut, cut_name, finite, name_of, number, print_skipped, worst_first, write
 from pyops.inspect.writer import size_text
@@ -51,7 +52,7 @@ _BLOCK_COLUMNS = 'sqnr_db', 'cosine', 'max_abs_error', 'underflow_pct', 'saturat
 
 class Row(NamedTuple):
     """One tensor in one format.  statistics: from statistics.measure, and worst_block_db.  histograms: counts by binade,
-    by scale and by digits, empty if they do not apply; with a folder of codes also by code and by octave of the scale."""
+    by scale and by digits, empty if they do not apply; with a folder of codes by code and by octave of the scale, too."""
     entry: Entry
     format: formats.Format
     statistics: dict
@@ -78,29 +79,36 @@ def parse_formats(text: str) -> list[Format]:
 def compare(entries: Iterable[Entry], fmts: Sequence[Format],
             mask_of: Callable[[Entry], np.ndarray | None] = lambda entry: None, axis: int | str | None = None,
             progress: Callable[[Iterable[Entry]], Iterable[Entry]] = iter,
-            on_blocks: Callable[..., Any] | None = None, folder: codes_of.Folder | None = None) -> tuple[list[Row], list[tuple[str, str]]]:
+            on_blocks: Callable[..., Any] | None = None, folder: codes_of.Folder | None = None,
+            ) -> tuple[list[Row], list[tuple[str, str]]]:
     """Round every tensor to every format.  Return ([Row], [(file, reason)] of unreadable files).
 
     mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: the entry's axis.
     on_blocks: called with (entry, format, axis, statistics of the blocks, log2 of their scales or None)
-    folder: receives files with codes and scales, which then have statistics, too.  One tensor at a time is in memory.
+    folder: receives files with codes and scales, which then have statistics, too.  One tensor at a time is in memory, a large
+    one in pieces if neither on_blocks nor folder needs all of it.
     """
     rows, skipped = [], []
     for entry in progress(entries):
         try:
-            x, mask = entry.load(), mask_of(entry)
-            along = _axis(entry, axis)
+            mask, along = mask_of(entry), _axis(entry, axis)
+            in_pieces = {} if on_blocks or folder else {
+                fmt: parts for fmt in fmts if (parts := measure_in_pieces(entry, fmt, along, mask))}
+            x = entry.load() if len(in_pieces) < len(fmts) else None
         except LogError as error:
             skipped.append((entry.relative_path, str(error)))
             continue
-        binades = exponents(x, mask)
+        binades = {} if x is None else exponents(x, mask)
         for fmt in fmts:
+            if fmt in in_pieces:
+                rows.append(Row(entry, fmt, *in_pieces[fmt]))
+                continue
             whole, blocks = measure(x, fmt, along, mask)
             worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # ignores NaN: no SQNR
             if entry.is_weights:
                 whole['row_sum_error'] = row_sum_error(x, fmt, along, mask)
             histograms = {'exponents': binades, 'scales': scale_codes(x, fmt, along, mask), 'digits': digits(x, fmt, mask)}
-            if folder:
+            if folder and x is not None:
                 try:
                     found = folder.add(entry, fmt, along, x, mask)
                     histograms |= {'codes': found.codes, 'scale_octaves': found.scales}

@@ -9,6 +9,7 @@ refused.  `Logs.skipped` lists every unreadable file with the reason; the others
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -23,7 +24,7 @@ from pyops.inspect.readers import SUFFIXES, list_tensors, nbytes, read
 from pyops.inspect.writer import MANIFEST, padding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
 
@@ -134,17 +135,23 @@ class Entry:
 
     def load(self) -> np.ndarray:
         """Return the values as a C-contiguous float32 array.  LogError if the file is missing, damaged or was replaced."""
-        try:
+        with self.reading():
             array = read(self.path, self.key)
+        if array.shape != self.shape:
+            raise LogError(f'{printable(self.path)}: the tensor has shape {array.shape}, but the manifest lists {self.shape}; '
+                           'save the tensor again or remove the file')
+        return array
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn errors of the readers into LogErrors."""
+        try:
+            yield
         except Refused as error:
             raise LogError(f'{printable(self.path)}: {error}; save the tensor again or remove the file') from error
         except OSError as error:
             raise LogError(f'{printable(self.path)}: cannot be read ({error.strerror or error}); save the tensor again or '
                            'remove the file') from error
-        if array.shape != self.shape:
-            raise LogError(f'{printable(self.path)}: the tensor has shape {array.shape}, but the manifest lists {self.shape}; '
-                           'save the tensor again or remove the file')
-        return array
 
 
 class Logs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -44,6 +44,41 @@ def list_tensors(path: str) -> list[Description]:
 def read(path: str, key: str) -> np.ndarray:
     """Return one tensor of a file as a contiguous float32 array."""
     return _READERS[os.path.splitext(path)[1]](path, key)
+
+
+class Flat(NamedTuple):
+    """The numbers of a tensor, stored one after the other in C order from `offset` of a file.   dtype: as in list_tensors"""
+    path: str
+    offset: int
+    dtype: str
+    size: int
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the numbers from `start` to `stop` - 1 as float32.  Refused if the file has become shorter."""
+        stored = np.dtype(STORED[self.dtype])
+        with _open_regular(self.path) as file:
+            file.seek(self.offset + start * stored.itemsize)
+            array = np.fromfile(file, stored, stop - start)
+        if array.size != stop - start:
+            raise Refused('truncated during the read')
+        return _widen(array, self.dtype)
+
+
+def flat(path: str, key: str) -> Flat | None:
+    """Return where a tensor of a .safetensors or .npy file is stored; None for other files and other orders of its numbers."""
+    suffix = os.path.splitext(path)[1]
+    if suffix == '.safetensors':
+        with _open_regular(path) as file:
+            header, start, size = _safetensors_header(file)
+        if key not in header:
+            return None
+        shape, dtype, begin = _safetensors_tensor(key, header[key], size)
+        return Flat(path, start + begin, dtype, math.prod(shape))
+    if suffix == '.npy':
+        array = _map_npy(path)
+        if isinstance(array, np.memmap) and array.flags.c_contiguous and array.dtype == STORED.get(array.dtype.name):
+            return Flat(path, array.offset, array.dtype.name, array.size)
+    return None
 
 
 def nbytes(shape: Iterable[int], dtype: str) -> int:

@@ -1,7 +1,7 @@
 """Statistics of a tensor and of its quantization error.  docs/inspect.md has the formulas.
 
 All sums are float64, over finite values, without padding.  Tensors are processed in tiles of 0.5 MiB, so the memory in use
-is the tensor and its rounded copy.
+is the tensor, its rounded copy and the sums of its blocks; pieces.py reads and measures large tensors piece by piece.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyops import backend, formats
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pyops.formats import Format
 
@@ -101,32 +101,55 @@ def block_sqnr(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray
 def measure(x: Any, fmt: str | Format, axis: int | str = -1,
             mask: np.ndarray | None = None) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Return the results of `quantization` and `block_quantization`, both computed in one pass."""
-    f = formats.parse(fmt)
-    blocks = Blocks(x, f, axis, mask)
-    sums = {name: np.zeros(blocks.shape_of_sums) for name in _SUMS}
-    counts, relative = dict.fromkeys(('nan', 'inf', 'poisoned', 'subnormal', 'nonzero_pairs'), 0), 0.0
-    for tile in blocks.tiles():
-        relative += _add(sums, counts, tile, f)
-    total = {name: float(values.sum()) for name, values in sums.items()}
+    total, parts = totals(x, fmt, axis, mask)
+    return measures(total), parts
+
+
+def joined(all_totals: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the `totals` of a tensor from those of its pieces."""
+    result: dict[str, float] = {}
+    for total in all_totals:
+        for name, value in total.items():
+            known = result.get(name, 0)
+            result[name] = max(known, value) if name in _LARGEST else known + value
+    return result
+
+
+def measures(total: dict[str, float]) -> dict[str, float]:
+    """Return the result of `quantization` from `totals`."""
     pairs, overflow = total['pairs'], int(total['overflow'])
     mse = _ratio(total['e2'], pairs, math.nan)
-    amax, rms = float(sums['amax'].max(initial=0)), math.sqrt(_ratio(total['x2'], pairs, math.nan))
+    amax, rms = total['amax'], math.sqrt(_ratio(total['x2'], pairs, math.nan))
     both = math.sqrt(total['x2']) * math.sqrt(total['q2'])
     whole = {
         'sqnr_db': decibels(total['x2'], total['e2']), 'mse': mse, 'rmse': math.sqrt(mse),
-        'max_abs_error': float(sums['error'].max(initial=0)), 'relative_mse': _ratio(total['e2'], total['x2'], 0.0),
+        'max_abs_error': total['error'], 'relative_mse': _ratio(total['e2'], total['x2'], 0.0),
         'cosine': _ratio(total['xq'], both, float(total['x2'] == total['q2'])), 'psnr_db': decibels(amax * amax, mse),
-        'mean_relative_error': _ratio(relative, counts['nonzero_pairs'], 0.0),
+        'mean_relative_error': _ratio(total['relative'], total['nonzero_pairs'], 0.0),
         'underflow_pct': 100 * _ratio(total['underflow'], total['nonzero'], 0.0),
-        'subnormal_pct': 100 * _ratio(counts['subnormal'], total['nonzero'], 0.0),
+        'subnormal_pct': 100 * _ratio(total['subnormal'], total['nonzero'], 0.0),
         'saturation_pct': 100 * _ratio(total['saturated'], total['finite'], 0.0),
-        'overflow': overflow, 'poisoned': counts['poisoned'], 'nan': counts['nan'], 'inf': counts['inf'],
+        'overflow': overflow, 'poisoned': total['poisoned'], 'nan': total['nan'], 'inf': total['inf'],
         'sum_x2': total['x2'], 'sum_e2': total['e2'], 'amax': amax, 'rms': rms, 'crest': _ratio(amax, rms, math.nan)}
     if not pairs:
         whole |= dict.fromkeys(('sqnr_db', 'max_abs_error', 'relative_mse', 'cosine', 'psnr_db', 'mean_relative_error',
                                 'amax'), math.nan)
     if overflow:
         whole |= {'cosine': math.nan, 'mean_relative_error': math.inf}
+    return whole
+
+
+def totals(x: Any, fmt: str | Format, axis: int | str = -1,
+           mask: np.ndarray | None = None) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Return the sums and the largest values over all blocks, for `joined` and `measures`, and the result of
+    `block_quantization`."""
+    f = formats.parse(fmt)
+    blocks = Blocks(x, f, axis, mask)
+    sums = {name: np.zeros(blocks.shape_of_sums) for name in _SUMS}
+    counts, relative = dict.fromkeys(('nan', 'inf', 'poisoned', 'subnormal', 'nonzero_pairs'), 0), 0.0
+    for tile in blocks.tiles():
+        relative += _add(sums, counts, tile, f)
+    total = {name: float(values.max(initial=0) if name in _LARGEST else values.sum()) for name, values in sums.items()}
     x2, q2, e2 = (sums[name] for name in ('x2', 'q2', 'e2'))
     with np.errstate(divide='ignore', invalid='ignore'):
         parts = {'sqnr_db': np.where(e2 > 0, 10 * (np.log10(x2) - np.log10(e2)), np.inf),
@@ -135,7 +158,8 @@ def measure(x: Any, fmt: str | Format, axis: int | str = -1,
                  'max_abs_error': sums['error'],
                  'underflow_pct': 100 * sums['underflow'] / np.maximum(sums['nonzero'], 1),
                  'saturation_pct': 100 * sums['saturated'] / np.maximum(sums['finite'], 1)}
-    return whole, {name: np.where(sums['pairs'] > 0, values, np.nan).reshape(blocks.shape) for name, values in parts.items()}
+    total |= counts | {'relative': relative}
+    return total, {name: np.where(sums['pairs'] > 0, values, np.nan).reshape(blocks.shape) for name, values in parts.items()}
 
 
 def _add(sums: dict[str, np.ndarray], counts: dict[str, int], tile: _Tile, f: Format) -> float:
@@ -274,6 +298,9 @@ def _ratio(a: float, b: float, default: float) -> float:
 
 
 _SUMS = 'pairs', 'finite', 'overflow', 'nonzero', 'underflow', 'saturated', 'x2', 'q2', 'xq', 'e2', 'amax', 'error'
+
+
+_LARGEST = 'amax', 'error'          # of _SUMS: maxima
 
 
 class _Tile(NamedTuple):
