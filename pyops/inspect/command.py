@@ -71,9 +71,9 @@ def _add_compare(parser):
 def _add_products(parser):
     parser.add_argument('logs', type=_path, metavar='LOGS', help='folder of saved tensors')
     group = parser.group('formats and layers')
-    group.add_argument('--formats', default='all', metavar='all|NAME[,NAME:OPTION=VALUE]',
-                       help='number formats of each operand, such as none,mxfp8,mxfp4:scale=even; none: not rounded (default '
-                       '%(default)s)')
+    group.add_argument('--formats', default='all', metavar='all|every|NAME[,NAME:OPTION=VALUE]',
+                       help='number formats of each operand, such as none,mxfp8,mxfp4:scale=even; none: not rounded; all: '
+                       'hifp8, mxfp8, mxfp4, bf16, fp16; every: all sixteen (default %(default)s)')
     _add_layers(group)
     _add_steps(group)
     parser.add_argument('--products', type=_products, default='fwd,dgrad,wgrad', metavar='NAME[,NAME]',
@@ -123,8 +123,9 @@ def add_output_flags(parser):
 def _add_choice(parser):
     """Add the flags that select formats and tensors."""
     group = parser.group('formats and tensors')
-    group.add_argument('--formats', default='all', metavar='all|NAME[,NAME:OPTION=VALUE]',
-                       help='number formats, such as mxfp8,mxfp4:scale=even (default %(default)s)')
+    group.add_argument('--formats', default='all', metavar='all|every|NAME[,NAME:OPTION=VALUE]',
+                       help='number formats, such as mxfp8,mxfp4:scale=even; all: hifp8, mxfp8, mxfp4, bf16, fp16; every: all '
+                       'sixteen (default %(default)s)')
     _add_layers(group)
     _add_tensor_names(group)
     _add_steps(group)

@@ -1,4 +1,4 @@
-"""python -m pyops inspect compare: the errors of every number format on the saved tensors of a folder, worst first.
+"""python -m pyops inspect compare: the errors of number formats on the saved tensors of a folder, worst first.
 
 Saved tensors are not rounded, so any format can be tried on them without another training run.
 """
@@ -71,8 +71,10 @@ class Total(NamedTuple):
 
 
 def parse_formats(text: str) -> list[Format]:
-    """Parse 'all', or names with options separated by commas, into a list of distinct Formats.  Raises FormatError."""
-    names = [name for part in text.split(',') for name in (formats.FORMATS if part.strip() == 'all' else (part,))]
+    """Parse 'all' (of formats.FORMATS), 'every' (format there is), or names with options, separated by commas, into a list of
+    distinct Formats.  Raises FormatError."""
+    groups = {'all': formats.FORMATS, 'every': formats.FORMATS + formats.MORE_FORMATS + formats.ELEMENTS}
+    names = [name for part in text.split(',') for name in groups.get(part.strip(), (part,))]
     return list(dict.fromkeys(map(formats.parse, names)))
 
 
@@ -81,7 +83,7 @@ def compare(entries: Iterable[Entry], fmts: Sequence[Format],
             progress: Callable[[Iterable[Entry]], Iterable[Entry]] = iter,
             on_blocks: Callable[..., Any] | None = None, folder: codes_of.Folder | None = None,
             ) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Round every tensor to every format.  Return ([Row], [(file, reason)] of unreadable files).
+    """Round every tensor to each of the formats.  Return ([Row], [(file, reason)] of unreadable files).
 
     mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: the entry's axis.
     on_blocks: called with (entry, format, axis, statistics of the blocks, log2 of their scales or None)

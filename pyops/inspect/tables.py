@@ -26,7 +26,12 @@ class Column(NamedTuple):
         return max(len(self.title), 7)
 
     def cell(self, statistics: Mapping[str, float]) -> str:
-        return f'{number(statistics[self.key], self.how):>{self.width}}'
+        return f'{self._text(statistics):>{self.width}}'
+
+    def _text(self, statistics: Mapping[str, float]) -> str:
+        if math.isnan(statistics[self.key]) and math.isnan(statistics.get('amax', 0.0)):       # no value is known
+            return 'NaN' if statistics['nan'] else 'inf' if statistics['inf'] else '-'
+        return number(statistics[self.key], self.how)
 
 
 def worst_first(rows: Iterable[Any], column: Column) -> list[Any]:

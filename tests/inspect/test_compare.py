@@ -211,6 +211,26 @@ def test_numbers_that_json_has_not(tmp_path, run):
     assert status == 0 and ' exact ' in out and '\x1b' not in out and r'a\udcff\x1b[31m' in out
 
 
+def test_every_format_is_tried(tmp_path, run):
+    np.save(tmp_path / 'x.npy', np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32))
+    document = json.loads(run(tmp_path, '--formats', 'every', '--json')[1], parse_constant=pytest.fail)
+    assert document['formats'] == [*formats.FORMATS, *formats.MORE_FORMATS, *formats.ELEMENTS]
+    assert len(document['formats']) == 16 == len(formats._OPTIONS)
+    measured = {row['format']: row['sqnr_db'] for row in document['tensors']}
+    assert measured.keys() == {*document['formats']} and all(6 < decibels < 90 for decibels in measured.values())
+    assert json.loads(run(tmp_path, '--json')[1])['formats'] == list(formats.FORMATS)
+
+
+def test_a_tensor_without_finite_numbers_says_so(tmp_path, run):
+    for name, array in (('nan', [math.nan] * 40), ('both', [math.inf, math.nan] * 20), ('inf', [-math.inf] * 40), ('empty', []),
+                        ('some', [math.nan, *range(39)])):
+        np.save(tmp_path / f'{name}.npy', np.array(array, np.float32))
+    lines = run(tmp_path, '--formats', 'bf16')[1].splitlines()
+    shown = {line.split()[-1]: line.split()[:6] for line in lines[3:8]}
+    assert {shown[name][0] for name in ('nan', 'both')} == {'NaN'} and shown['inf'][0] == 'inf' and shown['empty'][0] == '-'
+    assert shown['nan'][1] == shown['nan'][2] == 'NaN' and shown['some'][0] == 'exact'
+
+
 def test_slow_work_shows_its_progress_on_stderr(dump, run, monkeypatch):
     quick = run(dump, '--formats', 'bf16')
     assert quick[2] == ''
