@@ -3,7 +3,8 @@
     python -m bench.formats                         300 steps of a small transformer with each recipe
     python -m bench.formats --only nvfp4 mxfp4      recipes whose names contain one of these words
     python -m bench.formats --search --jobs 2       instead: recipes found by inspect sensitivity, beside recipes by guess
-    python -m bench.formats --jobs 2 --save         two runs at once; also write the table to docs/quantization.md
+    python -m bench.formats --jobs 2 --save         two runs at once; also write the table to docs/quantization.md, with --only
+                                                    these rows of it
 
 The transformer has two blocks with d_model 64 on each side, and learns the embedded corpus in batches of 32 pairs. All runs
 have the same initial weights, batches and dropout. The loss is the mean of the last 50 training steps. The errors of products
@@ -38,11 +39,12 @@ TRAIN = ('transformer.train', '-f', 'embedded', '-e', '1', '-b', '32', '--d-mode
 
 
 class Recipe(NamedTuple):
-    """A recipe for --quant: one format for all operands, another for gradients, or a transform of weight gradients."""
+    """A recipe for --quant: one format for all operands, others for gradients and weights, a transform of weight gradients."""
     name: str
     forward: str                    # format of x and w
     gradient: str = ''              # of g; '' the same
     wgrad: str = ''                 # of both operands of wgrad; '' the same
+    weight: str = ''                # of w, in both of its products; '' the same
 
     def __str__(self):
         parts = [self.forward]
@@ -50,25 +52,30 @@ class Recipe(NamedTuple):
             parts += [f'dgrad.g={self.gradient}', f'wgrad.g={self.gradient}']
         if self.wgrad:
             parts.append(f'wgrad={self.wgrad}')
+        if self.weight:
+            parts += [f'fwd.w={self.weight}', f'dgrad.w={self.weight}']
         return ','.join(parts)
 
     def formats(self, product):
         """Return the formats of the two operands of a product, in the order of PRODUCTS."""
         if product == 'wgrad' and self.wgrad:
             return self.wgrad, self.wgrad
-        return tuple(self.gradient if self.gradient and operand == 'g' else self.forward for operand in PRODUCTS[product])
+        special = {'g': self.gradient, 'w': self.weight}
+        return tuple(special.get(operand) or self.forward for operand in PRODUCTS[product])
 
 
 RECIPES = [
     Recipe('not rounded', 'none'), Recipe('bf16', 'bf16'), Recipe('hifp8', 'hifp8'),
     Recipe('mxfp8', 'mxfp8'), Recipe('mxfp8, gradients E5M2', 'mxfp8', 'mxfp8:elem=e5m2'),
     Recipe('mxfp8, blocks of 32 x 32', 'mxfp8:block=32x32'),
-    Recipe('fp8, blocks of 128', 'fp8'), Recipe('fp8, one scale for a tensor', 'fp8:block=tensor'),
+    Recipe('fp8, blocks of 128', 'fp8'), Recipe('fp8, weights in 128 x 128', 'fp8', weight='fp8:block=128x128'),
+    Recipe('fp8, one scale for a tensor', 'fp8:block=tensor'),
     Recipe('fp8, delayed scaling', 'fp8:delayed'),
     Recipe('mxfp6, E3M2', 'mxfp6'), Recipe('mxfp6, E2M3', 'mxfp6:elem=e2m3'), Recipe('mxint8', 'mxint8'),
     Recipe('int8', 'int8'),
     Recipe('nvfp4', 'nvfp4'), Recipe('nvfp4, amax at 4 or 6', 'nvfp4:scale=mse'),
     Recipe('nvfp4, blocks of 16 x 16', 'nvfp4:block=16x16'),
+    Recipe('nvfp4, weights in 16 x 16', 'nvfp4', weight='nvfp4:block=16x16'),
     Recipe('nvfp4, Hadamard in wgrad', 'nvfp4', wgrad='nvfp4:hadamard=16'),
     Recipe('nvfp4, stochastic gradients', 'nvfp4', 'nvfp4:round=stochastic'),
     Recipe('mxfp4', 'mxfp4'), Recipe('mxfp4, Hadamard everywhere', 'mxfp4:hadamard=32'),
@@ -180,7 +187,19 @@ def main(argv=None):
         def measured(recipe):
             return Figures(train(recipe, root / str(RECIPES.index(recipe))), errors(recipe, root / 'tensors'))
         figures = dict(zip(chosen, pool.map(measured, chosen), strict=True))
-    return show(table(figures), 'formats', args.save)
+    return show(merged(table(figures), PAGE.read_text()) if args.save and args.only else table(figures), 'formats', args.save)
+
+
+def merged(lines, page):
+    """Return the lines of a table of some recipes, and those of the others in the text of the page, in the order of RECIPES."""
+    head, rule, *rows = lines
+    known = dict.fromkeys(recipe.name for recipe in RECIPES)
+    old = page.partition('<!-- formats -->')[2].partition('<!-- /formats -->')[0].strip().splitlines()
+    for row in [*old[2:], *rows]:
+        name = row.split('|')[1].strip()
+        if name in known:
+            known[name] = row
+    return [head, rule, *filter(None, known.values())]
 
 
 def show(lines, mark, save):

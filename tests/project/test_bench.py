@@ -406,6 +406,17 @@ def test_the_table_of_formats_has_a_line_for_each_recipe():
         formats.main(['--only', 'nothing'])
 
 
+def test_the_page_has_a_row_for_each_recipe_and_some_can_be_measured_again():
+    page = formats.PAGE.read_text()
+    old = page.partition('<!-- formats -->')[2].partition('<!-- /formats -->')[0].strip().splitlines()
+    cells = [[cell.strip() for cell in row.split('|')[1:3]] for row in old[2:]]
+    assert cells == [[recipe.name, f'`{recipe}`' if recipe.forward != 'none' else ''] for recipe in formats.RECIPES]
+    second = formats.RECIPES[1]
+    new = formats.merged(formats.table({second: formats.Figures(9.5, dict.fromkeys(PRODUCTS, 1.0))}), page)
+    assert new[:3] == old[:3] and new[4:] == old[4:] and new[3] == '| bf16 | `bf16` | 9.500 | 1.0 dB | 1.0 dB | 1.0 dB |'
+    assert formats.merged(old, '') == old                               # a page without rows gets those that were measured
+
+
 CHECK = [sys.executable, '-m', 'bench.gpu_check', '--emulated']
 
 
