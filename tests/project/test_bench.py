@@ -361,11 +361,13 @@ def test_a_contest_of_files_without_ctranslate2_says_how_to_install_it(monkeypat
 
 def test_the_load_of_the_server_compares_every_answer(capsys, monkeypatch):
     from server import checkpoint
-    flags = [checkpoint(), '-f', 'embedded', '--seconds', '2', '--clients', '8', '--sentences', '100', '--json']
+    flags = [checkpoint(), '-f', 'embedded', '--seconds', '2', '--clients', '8', '--sentences', '100', '--json',
+             '--compute', 'int8']
     assert serve.main(flags) == 0
     told = json.loads(capsys.readouterr().out)
     assert told['requests'] > 8 and told['errors'] == told['wrong'] == 0 and 0 < told['p50_ms'] <= told['p99_ms']
-    assert told['texts_per_s'] > 0 and told['file_texts_per_s'] > 0 and told['texts_per_batch'] >= 1
+    assert told['texts_per_s'] > 0 and told['texts_per_batch'] >= 1 and told['compute'] == 'int8'
+    assert len(told['file_texts_per_s']) == 2 and min(told['file_texts_per_s']) > 0         # before and after the load
     client = serve.Client.__init__
     monkeypatch.setattr(serve.Client, '__init__', lambda self, number, port, args, texts, wanted, end: client(
         self, number, port, args, texts, [*wanted[1:], 'another'], end))
