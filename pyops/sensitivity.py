@@ -363,14 +363,14 @@ def run(options):
 
 def _updates(found, later, lr):
     """Return the _Updates that continue the training of a checkpoint.   lr: learning rate; None: as in the training"""
-    from pyops import fit
+    from pyops import checkpoint
     from pyops.text import training
     settings, tensors = found.state['settings'], {
         name: tensor for name, tensor in found.tensors.items() if not name.startswith('trained/')}
 
     def optimizer(params):
         adam = training.adam(types.SimpleNamespace(params=params), settings | {'lr': lr or settings['lr'], 'ema': 0})
-        fit.restore(params, adam, tensors, found.path)
+        checkpoint.restore(params, adam, tensors, found.path)
         is_given = lr is not None or training.has_an_end(settings)
         return adam, (lambda: None) if is_given else training.Schedule(settings, adam, None).set_rate
 
