@@ -11,17 +11,20 @@ import itertools
 import math
 import sys
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
 from bench import gpu_attention, gpu_products
 from bench.gpu_attention import attention
-from bench.gpu_contest import Run, Torch, compare, median_seconds, repeated, same_bits
+from bench.gpu_contest import Run, Torch, compare, median_seconds, precision_of, repeated, same_bits
 from bench.gpu_products import PRECISIONS, choosing, layers, products, reset
 from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser, positive_int
+from transformer.train import PRESETS
 
 PROGRAM = 'bench.gpu'
 FULL = SimpleNamespace(
@@ -36,8 +39,6 @@ TRIAL = SimpleNamespace(
     layers=gpu_products.TRIAL_LAYERS, attention=gpu_attention.TRIAL, source=20, target=30, batch=4, pairs=40, num_steps=5,
     checked=3, seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
     base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1, checked=1), mnist=dict(images=400, epochs=1))
-
-BASE = dict(d_model=512, d_ff=2048, heads=8, layers=6, pre_norm=True, smoothing=0.1, dropout=0.1)      # the preset
 
 # Relative errors of a training step: of the first loss, of later ones, which Adam drives apart where rounding turns the sign of
 # a gradient, and of the gradient, relative to its norm.
@@ -219,55 +220,94 @@ class Contest:
         return torch.contestants(step, self.rows, self.precision, kind)
 
 
-def translation_contest(run, what, ours, theirs, settings, lr, precision, batch, checked):
-    """Check and time the training steps of a translator on random sentences with realistic sizes; padded, 15 % is padding.
+class Translator(NamedTuple):
+    """A training of a translator.  module: of bench, with ours() and theirs();  stores_bf16: whether its program stores
+    activations as bfloat16 with --precision bf16;  preset: settings of the program."""
+    what: str
+    module: str
+    lr: float
+    stores_bf16: bool
+    preset: dict = {}
+
+    def config(self, sizes, own):
+        """Return the Config.  own: {name: setting}, of `sizes`"""
+        settings = {name: value for name, value in self.preset.items() if name not in ('lr', 'warmup')}
+        settings |= dict(num_steps=sizes.num_steps) | own
+        return self.ours()[0](sizes.source, sizes.target, **settings)
+
+    def ours(self):
+        return import_module(f'bench.{self.module}').ours()
+
+    def theirs(self):
+        return import_module(f'bench.{self.module}').theirs()
+
+    def trained(self, config, pairs, batches, around=lambda call: call()):
+        """Return the Trained of a new model on the current device.  around: of Trained."""
+        from bench.translation import planned_steps
+        from pyops.optim import Adam
+        model = self.ours()[1](config)
+        optimizer = Adam(model.params, self.lr, max_norm=1.0)
+        return Trained(model, optimizer, planned_steps(model, pairs, self.lr, optimizer), batches, around)
+
+
+TRANSLATORS = {'seq2seq': Translator('seq2seq step', 'seq2seq', 0.005, False),
+               'transformer': Translator('transformer small step', 'transformer', 0.001, True),
+               'base': Translator('transformer base step', 'transformer', PRESETS['base']['lr'], True, PRESETS['base'])}
+
+
+def training_of(name, sizes):
+    """Return the Translator of this name, its Config, the size of a batch, and how many steps are checked."""
+    own = dict(getattr(sizes, name))
+    batch, checked = own.pop('batch', sizes.batch), own.pop('checked', sizes.checked)
+    translator = TRANSLATORS[name]
+    return translator, translator.config(sizes, own), batch, checked
+
+
+def random_pairs(rng, config, count):
+    """Return Pairs of random sentences with realistic sizes; padded, 15 % is padding."""
+    from pyops.text.pairs import Pairs
+    return Pairs(*(random_sentences(rng, count, config.num_steps, words)
+                   for words in (config.source_size, config.target_size)), config.num_steps)
+
+
+def translation_contest(run, name, precision):
+    """Check and time the training steps of a translator on random sentences.
 
     Where the device can start kernels early, the same steps are also timed with early starts.  Return finish(), which times
     them against compiled PyTorch: after the checks of all precisions.
     """
     from bench.torch_step import copy_weights, make_step
-    from bench.translation import planned_steps
     from pyops import backend
-    from pyops.optim import Adam
-    from pyops.text.pairs import Pairs
     from pyops.text.vocabulary import BOS
-    Config, Model = ours
     gpu, torch, sizes, rng = run.gpu, run.torch, run.sizes, np.random.default_rng(0)
-    config = Config(sizes.source, sizes.target, **settings)
-    figure = run.figure(f'{what} {precision}', batch=batch, num_steps=config.num_steps)
+    translator, config, batch, checked = training_of(name, sizes)
+    figure = run.figure(f'{translator.what} {precision}', batch=batch, num_steps=config.num_steps)
     if figure is None:
         return lambda: None
     count = max(sizes.pairs, 4 * batch)
-    pairs = Pairs(*(random_sentences(rng, count, config.num_steps, words)
-                    for words in (config.source_size, config.target_size)), config.num_steps)
+    pairs = random_pairs(rng, config, count)
     order = rng.permutation(count)[:count // batch * batch].reshape(-1, batch)
 
-    def trained(around=lambda call: call()):
-        model = Model(config)
-        optimizer = Adam(model.params, lr, max_norm=1.0)
-        return Trained(model, optimizer, planned_steps(model, pairs, lr, optimizer), order, around)
-
     def with_early_start(choice):
-        return trained(lambda call: choosing(gpu, 'early_start', choice, call)())
+        return translator.trained(config, pairs, order, lambda call: choosing(gpu, 'early_start', choice, call)())
 
-    if ('reference', what) not in run.kept:             # in float32 for each precision
+    if ('reference', name) not in run.kept:             # in float32 for each precision
         with backend.on(backend.HOST):
-            there = trained()
-            run.kept['reference', what] = there.first(checked)
+            there = translator.trained(config, pairs, order)
+            run.kept['reference', name] = there.first(checked)
             there.close()
-    gpu.precision = precision
-    here = with_early_start('never')
-    first = here.first(checked)
-    check_training(run, figure, first, run.kept['reference', what], precision)
-    place = iter(range(2**62))
+    others, place = {}, iter(range(2**62))
 
     def next_rows():
         return order[next(place) % len(order)]
-    others = {}
-    if can_start_early(gpu):
-        early = with_early_start('always')
-        same_bits(run, figure, early.first(checked), first)
-        others['early start'] = early, early.repeated(next_rows)
+    with precision_of(precision, translator.stores_bf16):
+        here = with_early_start('never')
+        first = here.first(checked)
+        check_training(run, figure, first, run.kept['reference', name], precision)
+        if can_start_early(gpu):
+            early = with_early_start('always')
+            same_bits(run, figure, early.first(checked), first)
+            others['early start'] = early, early.repeated(next_rows)
     torch_step = rows = None
     if torch:
         t = torch.torch
@@ -279,8 +319,8 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
             return indices[next(counter) % len(order), None]
 
         def torch_step(compiled):
-            twin = copy_weights(theirs()(config), here.weights).to(torch.device)
-            train = make_step(t.compile(twin) if compiled else twin, lr, on_gpu=torch.has_gpu)
+            twin = copy_weights(translator.theirs()(config), here.weights).to(torch.device)
+            train = make_step(t.compile(twin) if compiled else twin, translator.lr, on_gpu=torch.has_gpu)
 
             def step(chosen):
                 source, labels = (table[chosen].T for table in tables)
@@ -288,13 +328,12 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
                 return train(source.contiguous(), target, labels.contiguous())
             return step
     contest = Contest(run, figure, here, checked, first, precision, here.repeated(next_rows), torch_step, rows, others)
-    contest.against('eager')
-    gpu.precision = 'fp32'
+    with precision_of(precision, translator.stores_bf16):
+        contest.against('eager')
 
     def finish():
-        gpu.precision = precision
-        contest.finish()
-        gpu.precision = 'fp32'
+        with precision_of(precision, translator.stores_bf16):
+            contest.finish()
     return finish
 
 
@@ -316,29 +355,11 @@ def random_sentences(rng, n, steps, words):
     return Ragged(rng.integers(len(SPECIALS), words, starts[-1]).astype(np.int32), starts)
 
 
-def seq2seq(run):
-    from bench.seq2seq import ours, theirs
-    sizes = run.sizes
-    settings = dict(num_steps=sizes.num_steps, **sizes.seq2seq)
-    for finish in [translation_contest(run, 'seq2seq step', ours(), theirs, settings, 0.005, precision, sizes.batch,
-                                       sizes.checked) for precision in PRECISIONS]:
-        finish()
-
-
-def transformer(run):
-    from bench.transformer import ours, theirs
-    sizes = run.sizes
-    settings = dict(num_steps=sizes.num_steps, **sizes.transformer)
-    for finish in [translation_contest(run, 'transformer small step', ours(), theirs, settings, 0.001, precision, sizes.batch,
-                                       sizes.checked) for precision in PRECISIONS]:
-        finish()
-
-
-def base(run):
-    from bench.transformer import ours, theirs
-    settings = BASE | run.sizes.base
-    batch, checked = settings.pop('batch'), settings.pop('checked')
-    translation_contest(run, 'transformer base step', ours(), theirs, settings, 0.0007, 'bf16', batch, checked)()
+def translation(name, precisions=PRECISIONS):
+    def section(run):
+        for finish in [translation_contest(run, name, precision) for precision in precisions]:
+            finish()
+    return section
 
 
 def mnist(run):
@@ -399,7 +420,7 @@ def mnist(run):
 
 
 SECTIONS = {'products': products, 'layers': layers, 'attention': attention, 'memory': memory, 'mnist': mnist,
-            'seq2seq': seq2seq, 'transformer': transformer, 'base': base}
+            'seq2seq': translation('seq2seq'), 'transformer': translation('transformer'), 'base': translation('base', ['bf16'])}
 
 
 def main(argv=None):

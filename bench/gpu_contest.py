@@ -4,11 +4,13 @@ import json
 import math
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 
 from pyops.errors import UserError
 from pyops.files import write_atomically
+from pyops.flags import select_storage
 
 WRONG, CUT = 1, 3           # exit status: a result is wrong; the time limit left something out
 
@@ -100,6 +102,20 @@ def same_bits(run, figure, results, before):
     for name, array in results.items():
         now, then = (np.asarray(x).view(f'u{x.dtype.itemsize}') for x in (array, before[name]))
         run.check(figure, f'{name} after timing: changed elements', np.count_nonzero(now != then))
+
+
+@contextlib.contextmanager
+def precision_of(name, stores_bf16=False):
+    """Inside the block the GPU computes as a program does with this --precision.  stores_bf16: whether it then also stores
+    activations as bfloat16 (pyops.flags.select_storage)."""
+    from pyops.ndarray import use_gpu
+    device = use_gpu(name)
+    if stores_bf16:
+        select_storage(SimpleNamespace(precision=name))
+    try:
+        yield device
+    finally:
+        use_gpu()
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------

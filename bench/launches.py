@@ -22,7 +22,7 @@ from pyops.flags import ArgumentParser
 
 PROGRAM = 'bench.launches'
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 'seq2seq', 'transformer', 'base'
+STEPS = 'seq2seq', 'transformer', 'base'                # the sections of bench.gpu
 PRECISIONS = 'fp32', 'bf16'
 H100 = {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_SYNC': '0', 'PYOPS_EARLY_START': '1', 'EMU_MULTIPROCESSORS': '132',
         'EMU_MEMORY': str(80 * 2**30), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
@@ -55,35 +55,19 @@ def run(step, precision):
     import numpy as np
 
     from bench import gpu
-    from bench.translation import planned_steps
-    from pyops.ndarray import use_gpu
-    from pyops.optim import Adam
-    from pyops.text.pairs import Pairs
-    device = use_gpu(precision)
-    sizes, settings = gpu.FULL, dict(num_steps=gpu.FULL.num_steps)
-    batch = sizes.batch
-    if step == 'seq2seq':
-        from bench.seq2seq import ours
-    else:
-        from bench.transformer import ours
-        device.storage = precision
-    if step == 'base':
-        settings = gpu.BASE | sizes.base
-        batch, _ = settings.pop('batch'), settings.pop('checked')
-    Config, Model = ours()
-    config, rng = Config(sizes.source, sizes.target, **settings), np.random.default_rng(0)
-    pairs = Pairs(*(gpu.random_sentences(rng, batch, config.num_steps, words) for words in (sizes.source, sizes.target)),
-                  config.num_steps)
-    model = Model(config)
-    train = planned_steps(model, pairs, 0.001, Adam(model.params, 0.001, max_norm=1.0))
-    listed = Path(os.environ['EMU_LAUNCHES'])
+    from bench.gpu_contest import precision_of
+    translator, config, batch, _ = gpu.training_of(step, gpu.FULL)
+    with precision_of(precision, translator.stores_bf16) as device:
+        trained = translator.trained(config, gpu.random_pairs(np.random.default_rng(0), config, batch), None)
+        first = launched(device)
+        trained.steps(np.arange(batch))
+        return first, launched(device)
 
-    def count():
-        device.synchronize()
-        return len(listed.read_text().splitlines())
-    first = count()
-    train(np.arange(batch))
-    return first, count()
+
+def launched(device):
+    """Return the number of launches so far."""
+    device.synchronize()
+    return len(Path(os.environ['EMU_LAUNCHES']).read_text().splitlines())
 
 
 def main(argv=None):
