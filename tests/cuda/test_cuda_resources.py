@@ -1,4 +1,5 @@
-"""The table of registers and spills, from a piece of the compiler's output."""
+"""The table of registers and spills, from a piece of the compiler's output; the page, and the kernels of the sources."""
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from scripts import cuda_resources
 
 pytestmark = pytest.mark.skipif(not shutil.which('c++filt'), reason='c++filt is missing: install binutils')
 
+KERNEL = re.compile(r'__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(')
 DWEIGHT = '_Z7dweightIL9Precision0EEvN56_GLOBAL__N__63402845_23_linear_cross_entropy_cu_c9dde8ee4CallEl'
 PTXAS = f'''\
   nvcc build/resources/linear_cross_entropy.o
@@ -59,3 +61,18 @@ def test_a_table_of_some_files_keeps_the_lines_of_the_others(tmp_path):
 def test_a_cuda_kernel_that_spills_or_serialises_is_an_error(log, problem, tmp_path):
     with pytest.raises(UserError, match=f'^{problem}$'):
         resources(tmp_path, log)
+
+
+def test_the_page_has_each_kernel_of_the_sources_and_no_other():
+    """By name, without namespace and template arguments.  A kernel of a header is in the rows of each file that launches it."""
+    rows = {(file, name.split('::')[-1]) for file, name in
+            re.findall(r'^\| (\w+) \| `([\w:]+)', cuda_resources.PAGE.read_text(), re.M)}
+    kernels = {path: set(KERNEL.findall(path.read_text())) for path in (cuda_resources.ROOT / 'cuda').glob('**/*.cu*')
+               if path.parent.name in ('cuda', 'common')}
+    for path, names in kernels.items():
+        assert len(names) == path.read_text().count('static __global__'), path
+    shared = set().union(*(names for path, names in kernels.items() if path.suffix == '.cuh'))
+    own = {(path.stem, name) for path, names in kernels.items() if path.suffix == '.cu' for name in names}
+    assert not own - rows, 'run `python -m scripts.cuda_resources` with these files'
+    assert shared <= {name for _, name in rows}
+    assert not {row for row in rows - own if row[1] not in shared}, 'these kernels are gone'
