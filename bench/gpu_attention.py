@@ -1,6 +1,6 @@
 """Attention over long sequences: forward and backward against float64, timed beside PyTorch's flash attention in TFLOP/s.
 
-Our inputs are float32 rows, PyTorch's are bfloat16: our times contain the rounding.
+Inputs and results are bfloat16, as in a transformer with --precision bf16, and in PyTorch.
 """
 import contextlib
 import math
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.gpu_contest import median_seconds, repeated, same_bits
-from bench.gpu_products import rounded
+from bench.gpu_contest import median_seconds, precision_of, repeated, same_bits
+from bench.gpu_products import rounded, stored_bf16
 
 UNIT = 2.0**-8          # the largest relative error of rounding to bfloat16
 FLOAT = 2.0**-13        # of float32 sums of the terms here, and of 2^x
@@ -36,17 +36,18 @@ FULL = shapes(16384, 2048, (8192, 4096, 2048, 1024, 512))
 TRIAL = [Shape(150, 2, 1, 64, False), Shape(270, 1, 1, 128, True), Shape(140, 1, 2, 32, True)]
 
 
-def reference(q, k, v, dy, seen, factors=None):
+def reference(q, k, v, dy, seen, factors=None, rounds=False):
     """Return {name: (float64 result, bound of the error)} for one head of one sequence in bfloat16, and max and sum (Tq,).
 
     q, dy (Tq, C), k, v (Tk, C); query i sees the first seen[i] keys; factors (Tq, Tk): of dropout.
     Operands are rounded.  So is each weight when it multiplies v or dy, and each gradient of a score when it multiplies k or q:
-    by at most UNIT.  The gradients of scores contain y, with its error.
+    by at most UNIT.  The gradients of scores contain y, with its error.  rounds: whether results are rounded to bfloat16.
     """
     (Tq, C), Tk = q.shape, len(k)
     exact_dy = dy.astype(np.float64)
     q, k, v, dy = (rounded(x, 'bf16').astype(np.float64) for x in (q, k, v, dy))
     made = {name: (np.zeros((rows, C)), np.zeros((rows, C))) for name, rows in (('y', Tq), ('dq', Tq), ('dk', Tk), ('dv', Tk))}
+    stored = UNIT if rounds else 0.0
     largest, total = np.full(Tq, -np.inf), np.zeros(Tq)
     for first in range(0, Tq, CHUNK):
         some = slice(first, first + CHUNK)
@@ -58,6 +59,7 @@ def reference(q, k, v, dy, seen, factors=None):
         P, D = e / np.where(sums > 0, sums, 1), 1.0 if factors is None else factors[some]
         W, dW = D * P, dy[some] @ v.T
         y, y_error = W @ v, (UNIT + FLOAT) * (W @ np.abs(v))
+        y_error += stored * np.abs(y)
         terms = exact_dy[some] * y
         dsum_error = (np.abs(exact_dy[some]) * y_error + FLOAT * np.abs(terms)).sum(-1, keepdims=True)
         dS = P * (D * dW - terms.sum(-1, keepdims=True)) / math.sqrt(C)
@@ -69,6 +71,8 @@ def reference(q, k, v, dy, seen, factors=None):
                                    ('dv', W.T @ dy[some], (UNIT + FLOAT) * (W.T @ np.abs(dy[some])))):
             made[name][0][...] += value
             made[name][1][...] += error
+    for name in ('dq', 'dk', 'dv'):
+        made[name][1][...] += stored * np.abs(made[name][0])
     return made, largest, total
 
 
@@ -81,13 +85,13 @@ class Case:
         T, B, heads, C, causal = shape
         self.shape = shape
         rng = np.random.default_rng([T, C, causal])
-        self.given = [rng.standard_normal((T, B, heads * C), np.float32) for _ in range(4)]
-        self.arrays = [backend.put(x) for x in self.given]
+        self.given = [rounded(rng.standard_normal((T, B, heads * C), np.float32), 'bf16') for _ in range(4)]
+        self.arrays = [stored_bf16(backend.put(x)) for x in self.given]
         self.op = Attention(heads, causal)
         seen = np.arange(1, T + 1) if causal else np.full(T, T)
         self.references = {}
         for b, h in {(B - 1, heads - 1)} | ({(0, 0)} if T <= 2048 else set()):          # a reference of 8192 takes seconds
-            self.references[b, h] = reference(*(self.head(x, b, h) for x in self.given), seen)[0]
+            self.references[b, h] = reference(*(self.head(x, b, h) for x in self.given), seen, rounds=True)[0]
 
     def head(self, x, b, h):
         """Return head h of sequence b in an array (T, B, heads * C)."""
@@ -143,8 +147,12 @@ class Flash:
 
 def attention(run):
     """Time attention with wgmma, with mma.sync and in PyTorch; compare with float64 before, and bit for bit after."""
+    with precision_of('bf16', stores_bf16=True):
+        _attention(run)
+
+
+def _attention(run):
     gpu, torch, sizes = run.gpu, run.torch, run.sizes
-    gpu.precision = 'bf16'
     for shape in sizes.attention:
         name = f'attention {shape.T}x{shape.B}x{shape.heads}x{shape.C}{" causal" if shape.causal else ""}'
         if run.is_over():
@@ -163,7 +171,7 @@ def attention(run):
         if torch:
             try:
                 flash = Flash(torch, case)
-                # Its results are rounded to bfloat16: y, and so dsum, and the gradients.
+                # It may round other intermediate results.
                 case.check(run, figures, flash.results(), 'torch', 8.0)
                 calls['torch'] = {'forward': (repeated(flash.forward), torch.wait),
                                   'backward': (repeated(flash.backward), torch.wait)}
@@ -183,7 +191,6 @@ def attention(run):
                           {f'{kernels} {name}': x for name, x in first.items()})
             run.show(figure, f'TFLOP/s: {note};')
         gpu.attention = 'by size'
-    gpu.precision = 'fp32'
 
 
 def _calls(gpu, case, kernels):

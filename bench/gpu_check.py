@@ -90,7 +90,9 @@ def ladder(emulated):
 
 
 def op_table(emulated):
-    return [pytest(emulated, 'table ops kernels strided formats', AT_ONCE, 'not torch and not central_differences')]
+    select = 'not torch and not central_differences'
+    return [pytest(emulated, 'bf16 packed_gru scaled_formats hadamard optim', AT_ONCE, select),
+            pytest(emulated, 'table ops kernels strided formats', AT_ONCE, select)]
 
 
 def plans(emulated):
@@ -116,7 +118,7 @@ PARTS = {
     'layers': Part('attention, GRU, output layer, mlp_step and formats against the CPU library, timed', section('layers')),
     'attention': Part('attention over 512 to 8192 tokens against float64, timed beside flash attention', section('attention')),
     'ladder': Part('the steps from a loop to wgmma: exact sums before and after timing', ladder, 120, ('ladder',)),
-    'ops': Part('the op table, kernels and formats', op_table),
+    'ops': Part('bfloat16 activations, optimisers, the op table, kernels and formats', op_table),
     'plans': Part('plans, the step of the digits in one op, arrays', plans),
     'programs': Part('the programs and the device', programs),
     'memory': Part('memory-bound kernels against the CPU library and the bandwidth of a copy', section('memory'), 90),

@@ -2,16 +2,18 @@
 
 The references of products are float64 products of the rounded operands, computed by numpy.
 """
+import functools
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-from bench.gpu_contest import compare, median_seconds, repeated, same_bits
+from bench.gpu_contest import compare, median_seconds, precision_of, repeated, same_bits
 
 PRECISIONS = 'bf16', 'tf32', 'fp32'             # what matters most first
 EPS = float(np.finfo(np.float32).eps)
 SHARED = 10**6          # products with as many sums may have enough tiles for clusters that share loads by multicast
+HALF = 2.0**-8          # the largest relative error of rounding to bfloat16
 SAMPLED = 2**31         # multiply-adds of a reference; of a larger product, some rows are compared element by element
 
 
@@ -68,7 +70,8 @@ class Reference:
     one bit less than bfloat16 exceed it 60 times at K = 16384.
     """
 
-    def __init__(self, a, b, bias, initial, relu, rng):
+    def __init__(self, a, b, bias, initial, relu, rng, rounds=False):
+        """rounds: results are rounded to bfloat16"""
         self.relu, self.initial, self.bias = relu, initial, bias
         (M, K), N = a.shape, b.shape[1]
         self.shape, self.factor = (M, N), EPS * (4 * math.sqrt(K) + K / 8)
@@ -80,11 +83,14 @@ class Reference:
             self.exact += initial[self.rows]
         left, right = np.square(a, dtype=np.float32), np.square(b, dtype=np.float32)
         self.allowed = self.factor * np.sqrt(left[self.rows] @ right) + 2 * EPS * (np.abs(self.exact) + 1)
+        self.allowed += HALF * np.abs(self.exact) if rounds else 0
         # Every element of the rows that are not compared: sums of whole rows with random signs.
         self.signs = rng.choice([-1.0, 1.0], N)
         self.sums = a @ (b @ self.signs) + bias @ self.signs
         self.sums += 0 if initial is None else initial @ self.signs
         self.sums_allowed = 4 * self.factor * np.sqrt(left @ right.sum(1)) + 8 * EPS * math.sqrt(N) * (np.abs(self.sums) + 1)
+        if rounds:                                      # each by at most HALF of an element, whose signs are random
+            self.sums_allowed += 4 * HALF * (np.sqrt(left @ right.sum(1)) + np.linalg.norm(bias))
 
     def check(self, run, figure, c):
         want = np.maximum(self.exact, 0) if self.relu else self.exact
@@ -118,23 +124,35 @@ class Case:
         """Return both operands, (M, K) and (K, N), as views of stored matrices."""
         return [x.T if kind == 'T' else x for x, kind in zip(stored, self.shape.layout, strict=True)]
 
-    def reference(self, precision, is_plain=False):
-        """Return the Reference.  is_plain: without bias and activation."""
+    def reference(self, precision, is_plain=False, rounds=False):
+        """Return the Reference.  is_plain: without bias and activation.  rounds: with results in bfloat16."""
         bias, relu = (np.zeros_like(self.bias), False) if is_plain else (self.bias, self.shape.relu)
-        return Reference(rounded(self.a, precision), rounded(self.b, precision), bias, self.initial, relu, self.rng)
+        return Reference(rounded(self.a, precision), rounded(self.b, precision), bias, self.initial, relu, self.rng,
+                         rounds)
 
-    def result(self, call):
-        """Return c after one call."""
+    def result(self, call, c=None):
+        """Return c, of the operands unless another is given, after one call."""
         from pyops import backend
-        self.c[...] = self.start
+        c = self.c if c is None else c
+        if c.dtype == backend.BF16:
+            backend.convert(c, backend.put(self.start))
+        else:
+            c[...] = self.start
         call()
-        return backend.get(self.c)
+        return backend.get(c)
 
     def gemm(self):
         """Return call() of the product of float32 operands."""
         from pyops import backend
         views = self.views(self.stored)
         return lambda: backend.gemm(self.c, *views, self.device_bias, self.is_dweight, self.shape.relu)
+
+    def gemm_stored(self):
+        """Return call() of the product of bfloat16 operands, and c: bfloat16, but float32 if it is the gradient of a weight."""
+        from pyops import backend
+        views = self.views([stored_bf16(x) for x in self.stored])
+        c = self.c if self.is_dweight else backend.empty(self.c.shape, backend.BF16)
+        return lambda: backend.gemm(c, *views, self.device_bias, self.is_dweight, self.shape.relu), c
 
     def gemm_bf16(self, gpu):
         """Return call() of the product of matrices in bfloat16: by wgmma if their rows are multiples of 16 bytes."""
@@ -177,21 +195,23 @@ def products(run):
 
     Large ones are also computed and timed without multicast: the bits are the same.
     """
+    from pyops import backend
     gpu, torch, sizes = run.gpu, run.torch, run.sizes
 
-    def measure(case, what, precision, call, is_plain=False):
+    def measure(case, what, precision, call, is_plain=False, c=None):
         figure = run.figure(f'{what} {precision}')
         if figure is None:
             return
-        first = case.result(call)
-        case.reference(precision, is_plain).check(run, figure, first)
+        result = functools.partial(case.result, c=c)
+        first = result(call)
+        case.reference(precision, is_plain, c is not None and c.dtype == backend.BF16).check(run, figure, first)
         contestants = {'ours': (repeated(call), gpu.synchronize)}
         alone = choosing(gpu, 'multicast', 'never', call)
         is_large = precision != 'fp32' and case.shape.M * case.shape.N >= SHARED
         if is_large:
             contestants['without multicast'] = repeated(alone), gpu.synchronize
             for name, other in ('never', alone), ('always', choosing(gpu, 'multicast', 'always', call)):
-                run.check(figure, f'multicast {name}: changed elements', changed(case.result(other), first))
+                run.check(figure, f'multicast {name}: changed elements', changed(result(other), first))
         if torch:
             theirs = repeated(case.torch_call(precision, is_plain))
 
@@ -200,7 +220,7 @@ def products(run):
                     theirs(n)
             contestants['torch'] = torch_run, torch.wait
         seconds = median_seconds(contestants, sizes.product_turns, sizes.product_seconds)
-        same_bits(run, figure, {'c': case.result(call)}, {'c': first})
+        same_bits(run, figure, {'c': result(call)}, {'c': first})
         _, M, N, K, _, _ = case.shape
         rate, note = 2 * M * N * K / seconds['ours'], ''
         if is_large:
@@ -217,6 +237,9 @@ def products(run):
         case = Case(shape, torch)
         for precision in PRECISIONS:
             gpu.precision = precision
+            if precision == 'bf16':                     # the products of the transformer
+                call, c = case.gemm_stored()
+                measure(case, f'{what} stored as', precision, call, c=c)
             measure(case, what, precision, case.gemm())
             if precision == 'bf16' and case.is_forward and not shape.relu:
                 measure(case, f'{what} of bf16 matrices', precision, case.gemm_bf16(gpu), is_plain=True)
@@ -243,15 +266,11 @@ def _activation(run, figure, rows, width, inner, kind, function):
     from pyops import backend
     gpu, sizes, rng = run.gpu, run.sizes, np.random.default_rng([rows, width, inner])
 
-    def on_gpu(x):
-        y = backend.empty(x.shape, backend.BF16)
-        backend.convert(y, backend.put(x))
-        return y
     x, dy = (rounded(rng.standard_normal((rows, width), np.float32), 'bf16') for _ in range(2))
     w1, w2 = (rounded(rng.standard_normal(shape, np.float32) / math.sqrt(width), 'bf16')
               for shape in ((inner, width), (width, inner)))
     bias = rng.standard_normal(inner, np.float32)
-    there = {name: on_gpu(array) for name, array in dict(x=x, dy=dy, w1=w1, w2=w2).items()}
+    there = {name: stored_bf16(backend.put(array)) for name, array in dict(x=x, dy=dy, w1=w1, w2=w2).items()}
     a, y, dx = (backend.empty((rows, inner), backend.BF16) for _ in range(3))
     device_bias, dweight = backend.put(bias), backend.zeros((width, inner))
 
@@ -268,7 +287,7 @@ def _activation(run, figure, rows, width, inner, kind, function):
     gpu.precision = 'bf16'
     first = results()
     product = Reference(x, w1.T, bias, None, False, rng)
-    stored, HALF, STEP = first['a'][product.rows].astype(np.float64), 2.0**-8, 1e-5     # HALF: half a unit of bfloat16
+    stored, STEP = first['a'][product.rows].astype(np.float64), 1e-5
 
     def check(name, want, allowed, at):
         run.check(figure, f'{name}, {len(at)} of {rows} rows', (np.abs(first[name][at] - want) / allowed).max(), 1.0)
@@ -290,6 +309,16 @@ def _activation(run, figure, rows, width, inner, kind, function):
     gpu.precision = 'fp32'
 
 
+def stored_bf16(x):
+    """Return a float32 array of the current device as bfloat16; on the CPU the rounded numbers as float32."""
+    from pyops import backend
+    if backend.current_device().is_host:
+        return rounded(x, 'bf16')
+    y = backend.empty(x.shape, backend.BF16)
+    backend.convert(y, x)
+    return y
+
+
 def to_bf16(gpu, x, rows, columns, ld):
     """Return a matrix on the GPU in bfloat16, with rows of ld elements in memory."""
     from pyops import backend
@@ -304,12 +333,12 @@ def to_bf16(gpu, x, rows, columns, ld):
 TOLERANCE = {'fp32': 1e-5, 'tf32': 2e-3, 'bf16': 2e-2}
 
 
-def attention(T, B, D, heads, causal=False, p=0.0):
+def attention(T, B, D, heads, causal=False, p=0.0, stored=lambda x: x):
     def make():
         from pyops import backend
         from pyops.ops import Attention
         rng = np.random.default_rng(0)
-        q, k, v, dy = (backend.put(rng.standard_normal((T, B, D), np.float32)) for _ in range(4))
+        q, k, v, dy = (stored(backend.put(rng.standard_normal((T, B, D), np.float32))) for _ in range(4))
         lengths = backend.put(rng.integers(1, T + 1, B).astype(np.int32))
         op, step = Attention(heads, causal, p, key=3), backend.put(np.array([5], np.int64))
 
@@ -340,13 +369,13 @@ def gru(T, B, inputs, H):
     return make
 
 
-def output_layer(R, D, V):
+def output_layer(R, D, V, stored=lambda x: x):
     def make():
         from pyops import backend
         from pyops.ops import LinearCrossEntropy
         rng = np.random.default_rng(0)
         params = parameters(rng, 1 / math.sqrt(D), weight=(V, D), bias=(V,))
-        x, one = backend.put(rng.standard_normal((R, D), np.float32)), backend.put(np.ones(1, np.float32))
+        x, one = stored(backend.put(rng.standard_normal((R, D), np.float32))), backend.put(np.ones(1, np.float32))
         labels = rng.integers(0, V, R)
         labels[rng.random(R) < 0.15] = -1
         labels = backend.put(labels.astype(np.int32))
@@ -354,8 +383,28 @@ def output_layer(R, D, V):
 
         def call():
             params.zero_grads()
+            params.round()
             loss, ctx = op.forward(x, labels, dloss=one)
             return dict(loss=loss, dx=op.backward(one, ctx), gradients=params.grads)
+        return call
+    return make
+
+
+def layer_norm(rows, C):
+    """Layer norm of a residual sum, in bfloat16."""
+    def make():
+        from pyops import backend
+        from pyops.ops import ResidualNorm
+        rng = np.random.default_rng(0)
+        params = parameters(rng, 1.0, weight=(C,), bias=(C,))
+        x, branch, dy = (stored_bf16(backend.put(rng.standard_normal((rows, C), np.float32))) for _ in range(3))
+        op = ResidualNorm(params['weight'], params['bias'])
+
+        def call():
+            params.zero_grads()
+            y, ctx = op.forward(x, branch)
+            dx, _ = op.backward(dy, ctx)        # without dropout the gradient of the branch is the same array
+            return dict(y=y, sum=ctx.sum, dx=dx, gradients=params.grads)
         return call
     return make
 
@@ -414,16 +463,26 @@ def reset(params, optimizer, initial):
     optimizer.count[...] = np.zeros(1, np.int64)
 
 
+STORED = 'stored as'       # bf16, the precision that follows
 FULL_LAYERS = {
     'attention 9x128x256': attention(9, 128, 256, 4, p=0.2), 'attention 64x256x512': attention(64, 256, 512, 8, p=0.1),
     'attention 1024x8x768 causal': attention(1024, 8, 768, 12, causal=True),
     'gru 9x128x256': gru(9, 128, 256, 256), 'gru 9x128x512->256': gru(9, 128, 512, 256), 'gru 64x64x512': gru(64, 64, 512, 512),
     'output layer 1152x256x13387': output_layer(1152, 256, 13387),
     'output layer 4096x512x13387': output_layer(4096, 512, 13387),
+    **{f'{name} {STORED}': make for name, make in {
+        'attention 9x128x256': attention(9, 128, 256, 4, p=0.2, stored=stored_bf16),
+        'attention 64x256x512': attention(64, 256, 512, 8, p=0.1, stored=stored_bf16),
+        'output layer 1152x256x13387': output_layer(1152, 256, 13387, stored_bf16),
+        'output layer 4096x512x13387': output_layer(4096, 512, 13387, stored_bf16),
+        'layer norm 1152x256': layer_norm(1152, 256), 'layer norm 16384x512': layer_norm(16384, 512)}.items()},
     'mlp_step 100x784x30': digits_step(5000, 100, 30), 'formats 2048x1024': formats(2048, 1024)}
 TRIAL_LAYERS = {
     'attention 9x4x32': attention(9, 4, 32, 2, p=0.2), 'attention 70x1x64 causal': attention(70, 1, 64, 2, causal=True),
     'gru 5x8x16->32': gru(5, 8, 16, 32), 'output layer 40x16x70': output_layer(40, 16, 70),
+    **{f'{name} {STORED}': make for name, make in {
+        'attention 9x4x32': attention(9, 4, 32, 2, p=0.2, stored=stored_bf16),
+        'output layer 40x16x70': output_layer(40, 16, 70, stored_bf16), 'layer norm 40x24': layer_norm(40, 24)}.items()},
     'mlp_step 20x784x30': digits_step(60, 20, 30), 'formats 40x70': formats(40, 70)}
 
 ROUNDS_EXACTLY = 'formats'          # the same bits on both devices
@@ -433,35 +492,39 @@ FLOAT32_ONLY = 'formats', 'mlp_step'
 def layers(run):
     """Compare forward and backward of ops with the CPU library's, and their bits after timing."""
     from pyops import backend
-    gpu = run.gpu
     for name, make in run.sizes.layers.items():
         references = None
-        for precision in PRECISIONS[-1:] if name.startswith(FLOAT32_ONLY) else PRECISIONS:
+        is_stored = name.endswith(STORED)
+        for precision in PRECISIONS[-1:] if name.startswith(FLOAT32_ONLY) else PRECISIONS[:1] if is_stored else PRECISIONS:
             figure = run.figure(f'{name} {precision}')
             if figure is None:
                 continue
             if references is None:
                 with backend.on(backend.HOST):
                     references = {key: np.array(value) for key, value in make()().items()}
-            gpu.precision = precision
-            call = make()
+            with precision_of(precision, is_stored):
+                _layer(run, figure, name, make(), references, precision)
 
-            def result(call=call):
-                return {key: backend.get(value).copy() for key, value in call().items()}
-            first = result()
-            if name.startswith(ROUNDS_EXACTLY):
-                for key, want in references.items():
-                    run.check(figure, f'{key}: different numbers', np.count_nonzero(first[key] != want))
-            else:
-                compare(run, figure, first, references, TOLERANCE[precision])
-            contestants = {'ours': (repeated(call), gpu.synchronize)}
-            if name.startswith('gru'):
-                through_memory = choosing(gpu, 'exchange', 'global memory', call)       # never as a cluster
-                contestants['through global memory'] = repeated(through_memory), gpu.synchronize
-                for key, array in result(through_memory).items():
-                    run.check(figure, f'{key} through global memory: changed elements', changed(array, first[key]))
-            seconds = median_seconds(contestants, run.sizes.product_turns, run.sizes.product_seconds)
-            same_bits(run, figure, result(), first)
-            run.timed(figure, seconds)
-            run.show(figure)
-        gpu.precision = 'fp32'
+
+def _layer(run, figure, name, call, references, precision):
+    from pyops import backend
+    gpu = run.gpu
+
+    def result(call=call):
+        return {key: backend.get(value).copy() for key, value in call().items()}
+    first = result()
+    if name.startswith(ROUNDS_EXACTLY):
+        for key, want in references.items():
+            run.check(figure, f'{key}: different numbers', np.count_nonzero(first[key] != want))
+    else:
+        compare(run, figure, first, references, TOLERANCE[precision])
+    contestants = {'ours': (repeated(call), gpu.synchronize)}
+    if name.startswith('gru'):
+        through_memory = choosing(gpu, 'exchange', 'global memory', call)       # never as a cluster
+        contestants['through global memory'] = repeated(through_memory), gpu.synchronize
+        for key, array in result(through_memory).items():
+            run.check(figure, f'{key} through global memory: changed elements', changed(array, first[key]))
+    seconds = median_seconds(contestants, run.sizes.product_turns, run.sizes.product_seconds)
+    same_bits(run, figure, result(), first)
+    run.timed(figure, seconds)
+    run.show(figure)
