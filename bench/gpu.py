@@ -23,7 +23,7 @@ from bench.gpu_attention import attention
 from bench.gpu_contest import Run, Torch, compare, median_seconds, precision_of, repeated, same_bits
 from bench.gpu_products import PRECISIONS, choosing, layers, products, reset
 from pyops.errors import exits_cleanly
-from pyops.flags import ArgumentParser, positive_int
+from pyops.flags import ArgumentParser, positive_float, positive_int
 from transformer.train import PRESETS
 
 PROGRAM = 'bench.gpu'
@@ -45,6 +45,9 @@ TRIAL = SimpleNamespace(
 LOSS_TOLERANCE = {'fp32': 1e-5, 'tf32': 2**-8, 'bf16': 2**-6}
 LATER_TOLERANCE = {'fp32': 1e-3, 'tf32': 0.05, 'bf16': 0.05}
 GRADIENT_TOLERANCE = {'fp32': 1e-3, 'tf32': 0.05, 'bf16': 0.2}
+# Dense products of bfloat16, FLOP/s, from NVIDIA's data sheets, by a part of the device's name; the first that fits.
+PEAKS = {'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12, 'H200 NVL': 835e12, 'H200': 989e12, 'A100': 312e12}
+
 TORCH_TOLERANCE = 0.1       # of its loss, whose dropout has other random numbers
 
 
@@ -53,6 +56,8 @@ def parse(argv):
     p.add_argument('--only', choices=list(SECTIONS), action='append', help='one part of it; may be given several times')
     p.add_argument('--json', metavar='FILE', help='write all figures there, after each one')
     p.add_argument('--limit', type=positive_int, metavar='SECONDS', help='begin no figure after this time')
+    p.add_argument('--peak', type=positive_float, metavar='TFLOPS',
+                   help="of the device, in dense products of bfloat16 (default: from the device's name, if it is known)")
     p.add_argument('--trial', action='store_true', help='small sizes, to see that it runs')
     p.add_argument('--no-torch', action='store_true', help='ours alone')
     args = p.parse_args(argv)
@@ -151,6 +156,25 @@ class Trained:
         self.steps.close()
 
 
+def peak_of(model, tflops=None):
+    """Return the peak of bfloat16 products in FLOP/s: the given one, else by the name of the device; None if it is unknown."""
+    return 1e12 * tflops if tflops else next((peak for name, peak in PEAKS.items() if name in model), None)
+
+
+def rate(run, figure):
+    """Add FLOP/s of a timed step, and in bf16 their share of the peak, to its figure.  Return a note with them and with memory.
+
+    FLOP/s count the products of the step; memory: bytes of arrays of a training, beyond those before it.
+    """
+    figure['flops_per_s'] = figure['flops'] / figure['ours_s']
+    note = f'{figure["flops_per_s"] * 1e-12:.3g} TFLOP/s'
+    if run.report['peak'] and figure['what'].endswith('bf16'):
+        figure['of_peak'] = figure['flops_per_s'] / run.report['peak']
+        note += f', {figure["of_peak"]:.1%} of the peak'
+    run.save()
+    return note + ''.join(f', {name} {size / 2**20:.0f} MiB' for name, size in figure['memory'].items())
+
+
 def _list(losses):
     return losses if isinstance(losses, list) else [losses]
 
@@ -195,27 +219,32 @@ class Contest:
             self.figure[f'{name.replace(" ", "_")}_s'] = timed.pop(name)
         self.run.timed(self.figure, timed)
 
-    def finish(self, note=''):
-        """Time the steps against compiled PyTorch, on a GPU and if time is left, and print the figure."""
+    def finish(self, note):
+        """Time the steps against compiled PyTorch, on a GPU and if time is left, and print the figure.  note(run, figure)"""
         torch = self.run.torch
         if torch and torch.has_gpu and not self.run.is_over():
             self.against('compiled')
         elif torch and torch.has_gpu:
             print(f'{self.figure["what"]}: torch compiled is left out: the time limit is over')
-        notes = [note, *(f'{name} {1e3 * self.figure[name.replace(" ", "_") + "_s"]:.3f} ms' for name in self.others)]
-        self.run.show(self.figure, ', '.join(filter(None, notes)))
+        others = {name: self.figure[f'{name.replace(" ", "_")}_s'] for name in self.others}
+        notes = [note(self.run, self.figure), *(f'{name} {1e3 * seconds:.3f} ms' for name, seconds in others.items())]
+        self.run.show(self.figure, ', '.join(notes))
         for trained in self.trained, *self.others.values():
             trained.close()
 
     def _torch(self, kind):
         torch = self.run.torch
+        before = torch.start_peak()
         step = self.torch_step(kind == 'compiled')
         try:
             with torch.precision(self.precision):
                 loss = float(step(self.rows()[0]))
+                step(self.rows()[0])                    # its peak contains Adam's moments
         except Exception as error:                      # report and leave out a contestant that fails
             print(f'torch {kind}: left out ({" ".join(str(error).split())[:200]})', file=sys.stderr)
             return {}
+        if torch.has_gpu and 'memory' in self.figure:
+            self.figure['memory'][f'torch {kind}'] = torch.peak() - before
         self.run.check(self.figure, f'loss of torch {kind}', abs(loss / self.first['losses'][0] - 1), TORCH_TOLERANCE)
         return torch.contestants(step, self.rows, self.precision, kind)
 
@@ -277,6 +306,7 @@ def translation_contest(run, name, precision):
     them against compiled PyTorch: after the checks of all precisions.
     """
     from bench.torch_step import copy_weights, make_step
+    from bench.translation import flops_of
     from pyops import backend
     from pyops.text.vocabulary import BOS
     gpu, torch, sizes, rng = run.gpu, run.torch, run.sizes, np.random.default_rng(0)
@@ -295,14 +325,21 @@ def translation_contest(run, name, precision):
         with backend.on(backend.HOST):
             there = translator.trained(config, pairs, order)
             run.kept['reference', name] = there.first(checked)
+            plan = there.steps.plan(order[0])           # of the sentences without fillers
+            plan.run()                                  # the lengths of sentences are computed in it
+            run.kept['flops', name] = flops_of(plan)
             there.close()
+    figure['flops'] = run.kept['flops', name]
     others, place = {}, iter(range(2**62))
 
     def next_rows():
         return order[next(place) % len(order)]
     with precision_of(precision, translator.stores_bf16):
-        here = with_early_start('never')
-        first = here.first(checked)
+        def start():
+            trained = with_early_start('never')
+            return trained, trained.first(checked)
+        (here, first), needed = gpu.with_peak(start)
+        figure['memory'] = {'ours': needed}
         check_training(run, figure, first, run.kept['reference', name], precision)
         if can_start_early(gpu):
             early = with_early_start('always')
@@ -333,7 +370,7 @@ def translation_contest(run, name, precision):
 
     def finish():
         with precision_of(precision, translator.stores_bf16):
-            contest.finish()
+            contest.finish(rate)
     return finish
 
 
@@ -416,7 +453,7 @@ def mnist(run):
             here.steps(chosen)
     gpu.synchronize()
     run.timed(figure, {'ours': figure['ours_s']}, training_s=time.perf_counter() - start)
-    contest.finish(f'{epochs} epochs of {n} images in {figure["training_s"]:.3f} s')
+    contest.finish(lambda run, figure: f'{epochs} epochs of {n} images in {figure["training_s"]:.3f} s')
 
 
 SECTIONS = {'products': products, 'layers': layers, 'attention': attention, 'memory': memory, 'mnist': mnist,
@@ -429,7 +466,8 @@ def main(argv=None):
     gpu, torch, sizes = use_gpu(), Torch(not args.no_torch), TRIAL if args.trial else FULL
     version = torch.torch.__version__ if torch else None
     print(gpu.model + (f', PyTorch {version}' if torch else ''), flush=True)
-    run = Run(gpu, torch, sizes, dict(device=gpu.model, torch=version, date=time.strftime('%Y-%m-%d')), args.json,
+    run = Run(gpu, torch, sizes, dict(device=gpu.model, torch=version, date=time.strftime('%Y-%m-%d'),
+                                      peak=peak_of(gpu.model, args.peak)), args.json,
               start + args.limit if args.limit else math.inf)
     for name in args.only or SECTIONS:
         run.section(name)

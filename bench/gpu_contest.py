@@ -170,6 +170,17 @@ class Torch:
         if self.has_gpu:
             self.torch.cuda.synchronize()
 
+    def start_peak(self):
+        """Forget the most memory of tensors in use so far, and return the bytes in use; 0 without a GPU."""
+        if not self.has_gpu:
+            return 0
+        self.torch.cuda.reset_peak_memory_stats()
+        return self.torch.cuda.memory_allocated()
+
+    def peak(self):
+        """Return the most bytes of tensors in use since start_peak()."""
+        return self.torch.cuda.max_memory_allocated()
+
     def put(self, array):
         return self.torch.tensor(array, device=self.device)
 

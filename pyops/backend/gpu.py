@@ -47,7 +47,7 @@ class Pool:
 
     def __init__(self):
         self._free = {}             # size -> addresses
-        self.reserved = self.used = 0
+        self.reserved = self.used = self.peak = 0           # bytes; peak: the most in use
 
     def take(self, nbytes):
         """Return a MemoryBlock of at least nbytes.  MemoryError with the requested, free and total sizes."""
@@ -56,6 +56,7 @@ class Pool:
         addresses = self._free.get(size)
         address = addresses.pop() if addresses else self._allocate(size, nbytes)
         self.used += size
+        self.peak = max(self.peak, self.used)
         return MemoryBlock(self, address, nbytes, size)
 
     def give_back(self, address, size):
@@ -194,6 +195,12 @@ class GPU(KernelOperations):
 
     def memory(self):
         return memory_info()[1]
+
+    def with_peak(self, call):
+        """Return the result of call(), and the most bytes of arrays at once in it, beyond those in use before."""
+        before = self._pool.peak = self._pool.used
+        result = call()
+        return result, self._pool.peak - before
 
     def _array(self, buffer, shape, dtype):
         return self._array_type(buffer, 0, shape, row_major(shape), dtype)

@@ -608,6 +608,19 @@ def test_memory_that_was_given_back_is_handed_out_again(on_gpu, calls):
     assert backend.location(again) == address and pool.used == used and 'device_malloc' not in calls()
 
 
+def test_the_peak_of_a_call_is_the_most_memory_that_it_has_at_once(on_gpu):
+    before, MIB = backend.empty(2**18), 2**20
+
+    def call():
+        for _ in range(3):
+            backend.empty((2, 2**18))                           # given back at once
+        return backend.empty(2**18)
+    kept, needed = on_gpu.with_peak(call)
+    assert before.nbytes == kept.nbytes == MIB and needed == 2 * MIB
+    assert on_gpu.with_peak(lambda: None) == (None, 0)
+    del kept
+
+
 @pytest.mark.parametrize('how', ['python', 'plan', 'tape'])
 def test_a_hundred_steps_need_no_more_memory_than_three(how, on_gpu):
     pool, loss_of = on_gpu._pool, nn.SoftmaxLoss()

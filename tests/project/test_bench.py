@@ -470,7 +470,17 @@ def test_the_gpu_check_passes_on_the_emulator_and_checks_again_after_timing():
             assert any('after timing' not in name for name in figure['checks'])
     for part in ('layers', 'seq2seq', 'transformer'):
         assert {figure['what'].split()[-1] for figure in figures_of(report, part)} == {'bf16', 'tf32', 'fp32'}
-    assert {'mlp_step', 'formats'} <= {figure['what'].split()[0] for figure in figures_of(report, 'layers')}
+    layers = [figure['what'] for figure in figures_of(report, 'layers')]
+    stored = {name for name in layers if name.endswith('stored as bf16')}
+    assert {name.split()[0] for name in stored} == {'attention', 'output', 'layer'}
+    for part in ('seq2seq', 'transformer', 'base'):
+        for figure in figures_of(report, part):
+            assert figure['flops_per_s'] == figure['flops'] / figure['ours_s'] > 0 and figure['memory']['ours'] > 0
+    activations = {part: {figure['what'].split()[-1]: figure['memory']['ours'] for figure in figures_of(report, part)}
+                   for part in ('seq2seq', 'transformer')}
+    assert activations['transformer']['bf16'] < activations['transformer']['fp32']
+    assert activations['seq2seq']['bf16'] == activations['seq2seq']['fp32']         # it stores float32
+    assert {'mlp_step', 'formats'} <= {name.split()[0] for name in layers}
 
 
 @pytest.mark.slow
@@ -510,6 +520,7 @@ def test_a_broken_kernel_fails_the_gpu_check_in_a_copy_without_git(tmp_path):
 
 WRONG_LATER = """
 import sys
+import numpy as np
 from bench import gpu
 from pyops import backend
 calls, gemm = [], backend.gemm
@@ -518,7 +529,8 @@ def wrong_from_the_sixth_call(c, *arguments):
     gemm(c, *arguments)
     calls.append(c)
     if len(calls) > 5:
-        backend.launch('fill', c, 1, 5.0)
+        fives = backend.put(np.full(c.shape, 5, np.float32))
+        backend.convert(c, fives) if c.dtype == backend.BF16 else backend.copy(c, fives)
 
 backend.gemm = wrong_from_the_sixth_call
 del gpu.TRIAL.products[1:]
@@ -625,10 +637,23 @@ def test_the_gpu_check_names_what_it_lacks(monkeypatch):
 def test_the_gpu_check_runs_every_test_file_that_covers_the_library():
     commands = [str(word) for part in ('ops', 'plans', 'programs') for step in gpu_check.PARTS[part].steps(False)
                 for word in step.command]
-    for name in ('table', 'ops', 'kernels', 'strided', 'formats', 'plan', 'mlp_step', 'ndarray', 'gpu'):
+    for name in ('table', 'ops', 'kernels', 'strided', 'formats', 'bf16', 'packed_gru', 'scaled_formats', 'hadamard', 'optim',
+                 'plan', 'mlp_step', 'ndarray', 'gpu'):
         assert any(word.endswith(f'test_{name}.py') for word in commands), name
     plan = gpu_check.PARTS['plans'].steps(False)[0]
     assert plan.environment['PYOPS_SYNC'] == '1'        # a fault is raised by the call that caused it, as test_plan expects
+
+
+def test_a_contest_tells_the_share_of_the_peak_and_the_memory_of_a_step():
+    from bench.gpu import peak_of, rate
+    names = {'NVIDIA H100 80GB HBM3': 989e12, 'NVIDIA H100 PCIe': 756e12, 'NVIDIA A100-SXM4-80GB': 312e12,
+             'emulated device': None}
+    assert {name: peak_of(name) for name in names} == names and peak_of('emulated device', 100.0) == 1e14
+    run = Run(None, None, None, dict(peak=1e15))
+    figure = dict(what='a step bf16', flops=3e12, ours_s=0.01, memory={'ours': 3 * 2**20, 'torch eager': 2**22})
+    assert rate(run, figure) == '300 TFLOP/s, 30.0% of the peak, ours 3 MiB, torch eager 4 MiB'
+    assert figure['of_peak'] == 0.3
+    assert rate(run, figure | dict(what='a step fp32')) == '300 TFLOP/s, ours 3 MiB, torch eager 4 MiB'
 
 
 def test_a_tree_without_git_has_no_commit(monkeypatch):
