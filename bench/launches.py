@@ -22,6 +22,7 @@ from pyops.flags import ArgumentParser
 
 PROGRAM = 'bench.launches'
 ROOT = Path(__file__).resolve().parents[1]
+HEADER = 'pyops/device.h'                              # of the CUDA library, copied by make
 STEPS = 'seq2seq', 'transformer', 'base'                # the sections of bench.gpu
 PRECISIONS = 'fp32', 'bf16'
 H100 = {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_SYNC': '0', 'PYOPS_EARLY_START': '1', 'EMU_MULTIPROCESSORS': '132',
@@ -38,16 +39,23 @@ class Launch(NamedTuple):
 
 def launches(step, precision='fp32'):
     """Return the Launches of a training step, in order.  step: one of STEPS."""
+    found, output = listed([sys.executable, '-m', PROGRAM, step, '--precision', precision, '--run'])
+    first, end = json.loads(output.splitlines()[-1])
+    return found[first:end]
+
+
+def listed(command):
+    """Return the Launches of a process, which runs no kernel, and its output."""
+    if not (ROOT / HEADER).exists():                    # a library may be there without it, from a copied folder
+        raise UserError(f'{HEADER}: no such file; run `make emulated`')
     with tempfile.NamedTemporaryFile('r') as file:
-        command = [sys.executable, '-m', PROGRAM, step, '--precision', precision, '--run']
         done = subprocess.run(command, cwd=ROOT, env=os.environ | H100 | {'EMU_LAUNCHES': file.name}, capture_output=True,
                               text=True)
         if done.returncode:
             raise UserError(f'{" ".join(command)}: {(done.stderr.strip().splitlines() or ["failed"])[-1]}')
-        first, end = json.loads(done.stdout.splitlines()[-1])
-        lines = file.read().splitlines()[first:end]
+        lines = file.read().splitlines()
     return [Launch(re.sub(r'[(<].*', '', kernel.lstrip('(')), grid, int(threads), int(shared), early == '1')
-            for kernel, grid, threads, shared, _, early in (line.split('\t') for line in lines)]
+            for kernel, grid, threads, shared, _, early in (line.split('\t') for line in lines)], done.stdout
 
 
 def run(step, precision):

@@ -8,12 +8,14 @@ import pytest
 from conftest import ROOT, environment_without
 from emulated import LIBRARY
 
-from bench.launches import H100, launches
+from bench import launches as bench_launches
+from bench.launches import H100, launches, listed
+from pyops.errors import UserError
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
 # As in docs/cuda.md.  On a GPU a small kernel takes about as long as its launch.
-LAUNCHES = {('seq2seq', 'fp32'): (40, 32), ('transformer', 'fp32'): (88, 88), ('transformer', 'bf16'): (90, 89),
-            ('base', 'bf16'): (340, 205)}
+LAUNCHES = {('seq2seq', 'fp32'): (40, 32), ('seq2seq', 'bf16'): (41, 33), ('transformer', 'fp32'): (88, 88),
+            ('transformer', 'bf16'): (90, 89), ('base', 'bf16'): (340, 205)}
 
 
 @pytest.mark.parametrize('step,precision', LAUNCHES)
@@ -26,6 +28,27 @@ def test_a_training_step_launches_no_more_kernels_than_the_docs_say(step, precis
     assert sum(launch.early for launch in found) == early
     row = re.search(rf"^\| `{step}`, {precision} \| (\d+) \| (\d+) \|$", (ROOT / 'docs' / 'cuda.md').read_text(), re.M)
     assert (int(row[1]), int(row[2])) == LAUNCHES[step, precision]
+
+
+def test_the_program_launches_the_kernels_of_the_benchmark_and_those_of_its_loop(tmp_path):
+    """With small vocabularies: the kinds of some products differ, but not their number."""
+    found, _ = listed([sys.executable, '-m', 'transformer.train', '-g', '1', '-f', 'embedded', '--pairs', '400', '--min-count',
+                       '1', '-b', '128', '-e', '1', '--precision', 'bf16', '--hold-out', '0', '-c', str(tmp_path)])
+    kernels = [launch.kernel for launch in found]
+    first, second, *_ = [i for i, kernel in enumerate(kernels) if kernel == 'pack_pairs']
+    step = kernels[first:second]
+    loop = 'write_entries', 'elements'                  # the log, and a copy of the rows of the batch
+    assert all(step.count(kernel) == 1 for kernel in loop)
+    counted = launches('transformer', 'bf16')
+    assert len(step) - len(loop) == len(counted)
+    for kernel in ('convert', 'forward', 'backward'):   # the copy of the parameters, attention and layer norm
+        assert step.count(kernel) == sum(launch.kernel == kernel for launch in counted) > 0
+
+
+def test_a_count_without_the_header_of_the_library_names_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_launches, 'ROOT', tmp_path)
+    with pytest.raises(UserError, match='^pyops/device.h: no such file; run `make emulated`$'):
+        launches('seq2seq')
 
 
 def test_a_listed_launch_has_its_sizes_and_does_not_run(tmp_path):
