@@ -22,6 +22,7 @@ import json
 import math
 import os
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -193,6 +194,9 @@ class Plan:
         self.initial = []                       # descriptions of the parameter initialisation
         self._boundary = None                   # number of forward actions
         self._once = False
+        # Weak: an array among the results of a step would otherwise keep the plan, and the plan the array, for ever.
+        give_back = weakref.WeakMethod(self._give_back)
+        self._returned = lambda block: (give_back() or _ignore)(block)
         self._named = {}                        # (address, shape) -> PlanTensor, for arrays that outlive the step
         self._regions = []                      # (start, end, PlanTensor) of the buffers that outlive the step
         self._parts = []                        # the same for the named parts of those buffers
@@ -297,7 +301,7 @@ class Plan:
         self._live[block.address] = PlanTensor(name, shape, np.dtype(dtype), kind)
         self._allocated.append(block)
         # no reuse for an array computed once: it must outlive the step
-        return self._device.lease(block, shape, dtype, None if self._once else self._give_back)
+        return self._device.lease(block, shape, dtype, None if self._once else self._returned)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[list[tuple[str, list[int | float]]]]:
@@ -694,6 +698,10 @@ class _Reference(NamedTuple):
     address: int
     strides: tuple[int, ...]
     dtype: np.dtype
+
+
+def _ignore(block):
+    """Do nothing with the block of a plan that is gone."""
 
 
 def _address(device, value):

@@ -377,6 +377,15 @@ def test_a_plan_keeps_what_it_needs_alive_and_says_when_it_was_closed():
     assert len(junk) == 1000
 
 
+def test_a_plan_that_holds_the_results_of_its_step_is_freed_with_its_last_reference():
+    plan, plan.result = Tiny().record()
+    blocks, gone = [weakref.ref(block) for block in plan._blocks], weakref.ref(plan)
+    assert len(blocks) > 3
+    del plan
+    gc.collect()
+    assert gone() is None and not any(block() for block in blocks)
+
+
 def test_a_refused_action_is_named():
     table, rows, y = put(np.zeros((4, 3), np.uint8)), put(np.array([0, 3])), put(np.empty((2, 3), 'f'))
     with Plan(rows=rows) as plan:
