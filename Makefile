@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak mutants source-mutants buggify schedules schedules-library coverage fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak rewind-questions endurance faults mutants source-mutants buggify schedules schedules-library coverage fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -349,6 +349,9 @@ build/drawn/schedules.o: tests/helpers/schedules.c Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(CC))$(CC) -std=gnu11 -O1 -fPIC -Wall -Wextra -fvisibility=hidden -c -o $@ $<
 
+# SAVE=1 writes the figures of these commands to docs/reliability.md.
+FIGURES := $(if $(SAVE),--save)
+
 # -O0: optimised code has no branch of its own for each of the source.  Without always_inline: every copy of an inlined function
 # would have its own branches, most of them on constant arguments.
 coverage: .venv/test-ready ## count the lines and branches of csrc/ that the tests of ops run, with AVX2 (gcc and gcov)
@@ -356,21 +359,31 @@ coverage: .venv/test-ready ## count the lines and branches of csrc/ that the tes
 	$(MAKE) cpu BUILD=build/coverage LIBRARY=build/coverage/libpyops.so \
 	    EXTRA_CFLAGS='-O0 -Dalways_inline=unused -DPYOPS_WITHOUT_EXACT=1 --coverage -fprofile-update=atomic'
 	PYOPS_ISA=avx2 PYOPS_LIBRARY=build/coverage/libpyops.so $(PYTEST) -p no:cacheprovider $(COVERED) -k 'not torch and not only_the_abi'
-	.venv/bin/python -m scripts.coverage build/coverage
+	.venv/bin/python -m scripts.coverage build/coverage $(FIGURES)
 
 SECONDS ?= 60
 soak: cpu .venv/test-ready ## train random programs for SECONDS, with plans, threads and other memory: the bits must be equal
-	.venv/bin/python -m scripts.soak --seconds $(SECONDS)
+	.venv/bin/python -m scripts.soak --seconds $(SECONDS) $(FIGURES)
 
 MINUTES ?= 1
 fuzz: cpu .venv/test-ready ## give random inputs to all readers for MINUTES: each must be read or refused with one line
-	.venv/bin/python -m scripts.fuzz --minutes $(MINUTES)
+	.venv/bin/python -m scripts.fuzz --minutes $(MINUTES) $(FIGURES)
+
+rewind-questions: cpu .venv/test-ready ## ask for random tensors of past steps: they must have the bits that the run saved
+	.venv/bin/python -m scripts.rewind_questions $(FIGURES)
+
+endurance: cpu .venv/test-ready ## train, stop, resume, translate and serve in turns for MINUTES: nothing may be left or grow
+	.venv/bin/python -m scripts.endurance --minutes $(MINUTES) $(FIGURES)
+
+ROUNDS ?= 20
+faults: cpu .venv/test-ready ## kill runs and cut their power ROUNDS times each: the resumed run must equal an undisturbed one
+	.venv/bin/python -m scripts.faults --rounds $(ROUNDS) $(FIGURES)
 
 mutants: cpu .venv/test-ready ## replace every kernel of the op table by wrong ones: its tests must fail each time
-	.venv/bin/python -m scripts.mutants
+	.venv/bin/python -m scripts.mutants $(FIGURES)
 
 source-mutants: cpu .venv/test-ready ## change csrc/ at one place at a time for SECONDS: the tests of ops must fail each time
-	.venv/bin/python -m scripts.source_mutants --seconds $(SECONDS)
+	.venv/bin/python -m scripts.source_mutants --seconds $(SECONDS) $(FIGURES)
 
 BENCH := .venv/bin/python -m bench
 bench: cpu .venv/ready ## the machine's limits, kernels, training, translation beside PyTorch's (needs torch: .venv/bin/pip install torch)

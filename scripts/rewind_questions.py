@@ -20,12 +20,12 @@ PAGE = ROOT / 'docs' / 'reliability.md'
 EPOCHS = 6
 
 
-def trained(program, flags, folder):
+def trained(program, flags, folder, epochs):
     """Train with these flags, save all tensors of all steps, and return the entries of the dump and the number of steps."""
     from pyops.inspect.logs import Logs
     from pyops.steplog import Timeline
     with contextlib.redirect_stdout(io.StringIO()):
-        program.main(['-e', str(EPOCHS), '-c', str(folder / 'run'), *flags, '-d', '0.1', '--threads', '1', '--save-every', '2',
+        program.main(['-e', str(epochs), '-c', str(folder / 'run'), *flags, '-d', '0.1', '--threads', '1', '--save-every', '2',
                       '--save-tensors', str(folder / 'tensors'), '--save-steps', ':', '--save-max', '1T'])
     return Logs(folder / 'tensors').entries, len(Timeline(folder / 'run'))
 
@@ -48,7 +48,7 @@ def ask(entry, run, folder):
     return is_equal, 'from the start' not in out.getvalue()
 
 
-def questions(count, seed=0):
+def questions(count, seed=0, epochs=EPOCHS):
     """Ask half of the questions about a transformer, half about a seq2seq model.
 
     Return the texts of wrong answers, the number of steps and of tensors to choose from, and the number of answers from a
@@ -60,7 +60,7 @@ def questions(count, seed=0):
     rng, wrong, steps, tensors, resumed = random.Random(seed), [], 0, 0, 0
     for number, (program, flags) in enumerate([(transformer.train, TINY_TRANSFORMER), (seq2seq.train, TINY_SEQ2SEQ)]):
         with tempfile.TemporaryDirectory(prefix='pyops_questions_') as work:
-            entries, length = trained(program, flags, Path(work))
+            entries, length = trained(program, flags, Path(work), epochs)
             steps, tensors = steps + length, tensors + len(entries)
             for n in range((count + number) // 2):
                 entry = rng.choice(entries)
@@ -85,8 +85,8 @@ def main(argv=None):
     wrong, steps, tensors, resumed = questions(args.questions, args.seed)
     for text in wrong:
         print(f'wrong : {text}')
-    text = (f'{args.questions} questions (seed {args.seed}) about {tensors} tensors of {steps} steps, {resumed} answered from a '
-            f'checkpoint and {args.questions - resumed} from the start: {len(wrong)} answers have other bits.\n')
+    text = (f'{args.questions} questions (seed {args.seed}) about {tensors} tensors of {steps} steps, {resumed} answered from '
+            f'a checkpoint and {args.questions - resumed} from the start: {len(wrong)} answers have other bits.\n')
     print(text, end='')
     if args.save:
         update(PAGE, 'questions', text, f'python -m {PROGRAM} --save')
