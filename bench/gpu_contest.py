@@ -1,5 +1,6 @@
 """Shared by the GPU checks: a report that is written as it grows, timing in turns, and the PyTorch contestants."""
 import contextlib
+import gc
 import json
 import math
 import sys
@@ -174,6 +175,7 @@ class Torch:
         """Forget the most memory of tensors in use so far, and return the bytes in use; 0 without a GPU."""
         if not self.has_gpu:
             return 0
+        gc.collect()
         self.torch.cuda.reset_peak_memory_stats()
         return self.torch.cuda.memory_allocated()
 

@@ -5,6 +5,7 @@ stream.  Only `numpy` and `synchronize` wait for the device; `numpy` also raises
 """
 import ctypes
 import functools
+import gc
 import math
 
 import numpy as np
@@ -198,6 +199,7 @@ class GPU(KernelOperations):
 
     def with_peak(self, call):
         """Return the result of call(), and the most bytes of arrays at once in it, beyond those in use before."""
+        gc.collect()                            # what it would free in call() hides memory that call() needs
         before = self._pool.peak = self._pool.used
         result = call()
         return result, self._pool.peak - before
