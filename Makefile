@@ -272,7 +272,7 @@ cuda-wheel: cpu .venv/wheel-ready ## build dist/pyops_cuda-*.whl, the CUDA libra
 
 # Tests run in three processes for two cores, since many wait for a process of their own.  WORKERS=0 runs them in a single one, for
 # debuggers.
-WORKERS ?= $(shell expr $(CORES) \* 3 / 2)
+WORKERS ?= $(shell echo $$(($(CORES) * 3 / 2)))
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16 compact) $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
