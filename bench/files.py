@@ -154,9 +154,10 @@ def write_files(args, folder):
 
 
 def settings_of(worker, kind, beam, lines, threads):
-    """Return the fastest batch size and number of batches at the same time, for CTranslate2; ours has a default."""
+    """Return the fastest batch size and number of batches at the same time, for CTranslate2; ours has defaults."""
     if kind.startswith('ours'):
-        return 0, 1
+        from pyops.text.translator import WORKERS
+        return 0, min(threads, WORKERS)
     few, tried = min(FEW, lines), {}
     for workers in sorted({1, threads}):
         for batch in (max(1, rows // beam) for rows in ROWS):

@@ -318,6 +318,10 @@ class Seq2Seq:
             h, _ = self.attention.forward(h, state.memory)
         return h, state._replace(states=states)
 
+    def twin(self):
+        """Return a model with these weights for searches in another thread: this one, which keeps nothing of a search."""
+        return self
+
     @property
     def free_rows(self):
         """Whether next() takes sources: on the CPU, unless attention rounds its operands."""

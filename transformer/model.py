@@ -5,6 +5,7 @@ The tokens of all sentences of a batch are packed: (N,) ids, (N, D) activations,
 each sentence begins.  So nothing is computed for padding.  Ops store nothing: each forward() returns a ctx, which the caller
 passes to backward().  Where two gradients of one array meet, `into=` adds the second to the first.
 """
+import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -709,6 +710,12 @@ class Transformer:
         for name, values in draft.params.arrays().items():
             values[...] = self.params[name].value
         return draft
+
+    def twin(self):
+        """Return a Transformer with these layers and weights that reserves its own memory, for searches in another thread."""
+        twin = copy.copy(self)
+        twin._reserved = None, (0, 0, 0)
+        return twin
 
     def follow(self, state, parents):
         """Return the State in which hypothesis r continues hypothesis parents[r]."""

@@ -11,6 +11,7 @@ A model provides
     free_rows                          whether next() takes sources.  If not, R is a multiple of B
     reserve(rows, tokens, sentences, longest), start(source, reserved), follow(state, parents)
                                        optional: memory for the states of all searches, see _SizedSteps and transformer.model
+    twin()                             optional: a model with the same weights, for searches in another thread
     draft(), given(words, positions, state), room(rows, tokens, sentences, longest)
                                        optional: a faster model, whose tokens are checked: see _Draft and transformer.model
     output.prepare(), output.predict(h, prepared), output.topk(h, k)        see LinearCrossEntropy

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 PROGRAMS = 'seq2seq', 'transformer'     # each has a module `translate` with build(settings, source_size, target_size) -> model
 DECODERS = 8            # searches whose decoders are kept: each has a copy of the output layer, and plans
 WINDOW = 32             # batches of a stream that are read before the first is translated, and sorted by length
+WORKERS = 4             # most batches at the same time on the CPU: Python runs one of their threads at a time
 _TOKENS = 5120          # source tokens of a batch on the CPU, if it has more than one text: they bound its memory
 _GPU_ROWS = 64          # sentences of every batch on a GPU
+_WORKER_ROWS = 16       # least hypotheses of a batch, if several are decoded at the same time
 _WEIGHTS = 1 << 20      # elements of an attention matrix of a batch, per head
 _SHOWN = 60             # characters of a text in a warning
 _DEVICE = threading.RLock()     # held during device work: the recording of a plan and the device are global to the process
@@ -136,7 +139,8 @@ class Translator:
         self.path, self.state, self.warnings, self.rounding = path, state, tuple(warnings), rounding
         self.num_steps: int = model.config.num_steps
         self._device = backend.current_device()
-        self._decoders: dict[Any, Decode] = {}
+        self._decoders: dict[Any, list[Decode]] = {}
+        self._models = [model]                              # each for one batch at the same time, with the same weights
 
     def __repr__(self) -> str:
         sizes = f'{len(self.source_vocabulary)} and {len(self.target_vocabulary)} tokens'
@@ -297,36 +301,67 @@ class Translator:
         order = order[lengths[order] > 0]
         results = [_Found(words[n], sources[n], max(0, int(lengths[n]) + 1 - self.num_steps), []) for n in range(len(words))]
         with _DEVICE, backend.on(self._device):
-            decode, rows = self._decoder(search, scores), _rows(batch_size)
+            workers, rows = self._workers(len(order), search), _rows(batch_size)
+            if workers > 1:
+                rows = min(rows, -(-len(order) // workers))
+            decoders = self._decoder(search, scores, workers)
             if len(order) > rows and self._device.is_host and hasattr(self.model, 'reserve') and self.model.free_rows:
                 # Once for all batches: memory that grows with them would be allocated several times.
-                self.model.reserve(rows * search.beam, min(rows * self.num_steps, _TOKENS), rows, self.num_steps)
+                for model in self._models[:workers]:
+                    model.reserve(rows * search.beam, min(rows * self.num_steps, _TOKENS), rows, self.num_steps)
+            batches = []
             while len(order):
                 some, most = order[:rows], np.minimum(lengths[order[:rows]] + 1, self.num_steps)
                 if self._device.is_host:
                     some = some[:max(1, int(np.searchsorted(most * np.arange(1, len(some) + 1), _TOKENS, 'right')))]
                 order = order[len(some):]
-                filled = some if self._device.is_host else np.resize(some, rows)
-                outputs = decode(Sequences.of([sources[n] for n in filled], self.num_steps))
-                for n, hypotheses in zip(some, outputs, strict=False):
-                    results[n].outputs.extend((ids[ids != PAD], score) for ids, score in hypotheses)
+                batches.append(some)
+
+            def work(decode: Decode) -> None:
+                while True:
+                    try:
+                        some = batches.pop()                # the longest texts first: workers end at about the same time
+                    except IndexError:                      # `while batches` could see one that another worker takes
+                        return
+                    filled = some if self._device.is_host else np.resize(some, rows)
+                    outputs = decode(Sequences.of([sources[n] for n in filled], self.num_steps))
+                    for n, hypotheses in zip(some, outputs, strict=False):
+                        results[n].outputs.extend((ids[ids != PAD], score) for ids, score in hypotheses)
+            _in_parallel(work, decoders, batches)
         return results
 
-    def _decoder(self, search: Search, scores: bool) -> Decode:
-        """Return decode(source) -> for each sentence a list of pairs (ids, score).  The last DECODERS of them are kept."""
+    def _workers(self, texts: int, search: Search) -> int:
+        """Return the number of batches to decode at the same time, each with its part of the threads.
+
+        One product of many rows by two threads takes longer than two products by one thread each, and all else in a step
+        has less work for a thread.  Not on a GPU, which computes one batch at a time.
+        """
+        if not self._device.is_host or not hasattr(self.model, 'twin'):
+            return 1
+        return max(1, min(WORKERS, backend.threads(), texts * search.beam // _WORKER_ROWS))
+
+    def _decoder(self, search: Search, scores: bool, workers: int) -> list[Decode]:
+        """Return for each worker decode(source) -> for each sentence a list of pairs (ids, score).
+
+        Those of the last DECODERS searches are kept.  Their plans have memory for a number of threads, so it is in the key.
+        """
+        while len(self._models) < workers:
+            self._models.append(self.model.twin())
         is_greedy = search.beam == 1 and not scores
-        key = (search.max_len, 1) if is_greedy else search
-        decode = self._decoders.pop(key, None) or self._make_decoder(search, is_greedy)
-        self._decoders[key] = decode                        # the last one is the last used
+        key = (search.max_len, 1) if is_greedy else search, workers, backend.threads()
+        decoders = self._decoders.pop(key, None) or [self._make_decoder(model, search, is_greedy)
+                                                     for model in self._models[:workers]]
+        self._decoders[key] = decoders                      # the last one is the last used
         if len(self._decoders) > DECODERS:
             del self._decoders[next(iter(self._decoders))]
-        return decode
+        return decoders
 
-    def _make_decoder(self, search: Search, is_greedy: bool) -> Decode:
+    @staticmethod
+    def _make_decoder(model: Any, search: Search, is_greedy: bool) -> Decode:
         if is_greedy:
-            greedy = self.model.decoding(search.max_len)
+            greedy = model.decoding(search.max_len)
             return lambda source: [[(ids, None)] for ids in greedy(source).T]
-        beam = BeamDecoder(self.model, search)
+        beam = BeamDecoder(model, search)
         return lambda source: [[(found.tokens, found.score) for found in some] for some in beam(source)]
 
     def _described(self, found: _Found, weights: Iterator[np.ndarray | None], alignments: bool) -> list[Translation]:
@@ -385,6 +420,22 @@ def _rows(batch_size: int) -> int:
     and a plan has been recorded.  There the last bits of a score may depend on the batch: products divide a sum
     according to the number of rows."""
     return batch_size if backend.current_device().is_host else _GPU_ROWS
+
+
+def _in_parallel(work: Callable[[Decode], None], decoders: Sequence[Decode], batches: list[Any]) -> None:
+    """Run work(decoder) for each decoder, in a thread with its part of the threads of a kernel if there are several.
+
+    batches: emptied if one fails or the user interrupts, so that all end soon
+    """
+    if len(decoders) == 1:
+        return work(decoders[0])
+    with ThreadPoolExecutor(len(decoders), 'translator', backend.set_threads, (backend.threads() // len(decoders),)) as pool:
+        try:
+            for done in [pool.submit(work, decode) for decode in decoders]:
+                done.result()
+        finally:
+            batches.clear()
+    return None
 
 
 def _map(window: Callable[[list[str]], list[T]], texts: Iterable[str], batch_size: int) -> T | list[T] | Iterator[T]:

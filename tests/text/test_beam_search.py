@@ -333,9 +333,10 @@ def test_every_batch_of_a_gpu_has_the_same_number_of_sentences(trained, monkeypa
     computed = []
     monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: lambda source: (
         computed.append(source.rows.sentences) or np.full((1, source.rows.sentences), EOS, np.int32)))
+    monkeypatch.setattr(Translator, '_workers', lambda *_: 1)
     fresh = Translator(translator.model, translator.source_vocabulary, translator.target_vocabulary)
     texts = [text for text, _ in corpus.texts()][:70]
-    for batch_size, sizes in ((1, [1] * 70), (7, [7] * 10), (64, [64, 6])):
+    for batch_size, sizes in ((1, [1] * 70), (7, [7] * 10), (64, [6, 64])):
         computed.clear()
         assert fresh.translate(texts, beam=1, batch_size=batch_size) == [''] * 70
         assert set(computed) == {64} if ON_GPU else computed == sizes

@@ -172,7 +172,7 @@ def test_the_decoders_of_the_last_searches_are_kept_and_no_more(trained):
         translator.translate(texts[0], beam=2, length_penalty=n + 2.0)
         assert translator.translate(texts[:3], beam=2) == want          # used again each time, so it is kept
     assert len(translator._decoders) == module.DECODERS
-    kept = [search.length_penalty for search in translator._decoders]
+    kept = [search.length_penalty for search, *_ in translator._decoders]
     assert kept[-1] == 1.0 and kept[:-1] == [n + 2.0 for n in range(module.DECODERS + 1, 2 * module.DECODERS)]
 
 
@@ -201,6 +201,78 @@ def test_answers_belong_to_their_questions_in_every_thread(trained):
     for thread in threads:
         thread.join(120)
     assert failures == [] and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture
+def decoders(trained, monkeypatch):
+    """A list of (thread, threads of its kernels) of each batch that is decoded; it begins without decoders."""
+    translator, made, decoded = trained[0], trained[0]._make_decoder, []
+
+    def watched(*arguments):
+        decode = made(*arguments)
+
+        def noted(source):
+            decoded.append((threading.get_ident(), backend.threads()))
+            return decode(source)
+        return noted
+    translator.reset()
+    monkeypatch.setattr(translator, '_make_decoder', watched)
+    threads = backend.threads()
+    yield decoded
+    backend.set_threads(threads)
+    translator.reset()
+
+
+@on_the_cpu
+def test_batches_are_decoded_at_the_same_time_with_the_same_results(trained, decoders):
+    """One of the texts has no words, and the last search is repeated with its decoders."""
+    translator, texts = trained
+    texts, found = [*texts[:30], '', *texts[30:]] * 4, {}
+    for threads in 1, 2, 3, 9:
+        backend.set_threads(threads)
+        for beam, size in (1, None), (3, None), (3, 9), (1, 50), (3, None):
+            decoders.clear()
+            got = translator.translations(texts, beam, batch_size=size)
+            assert found.setdefault((beam, size), got) == got == found[beam, None]
+            assert {own for _, own in decoders} == {max(1, threads // 4)}
+            assert (threading.get_ident() in dict(decoders)) is (threads == 1)
+    assert backend.threads() == 9
+
+
+@on_the_cpu
+def test_few_texts_are_one_batch_of_all_threads(trained, decoders):
+    translator, texts = trained
+    backend.set_threads(2)
+    translator.translate(texts[:2 * module._WORKER_ROWS - 1], beam=1)
+    assert decoders == [(threading.get_ident(), 2)]
+    decoders.clear()
+    translator.translate(texts[:2 * module._WORKER_ROWS], beam=1)
+    assert [own for _, own in decoders] == [1, 1]
+
+
+@on_the_cpu
+def test_an_error_in_a_batch_ends_the_others_and_the_next_call_is_right(trained, monkeypatch):
+    translator, texts = trained
+    want, decoded, threads = translator.translate(texts, beam=2), [], backend.threads()
+
+    def failing(model, search, is_greedy):
+        def decode(source):
+            decoded.append(source)
+            raise MemoryError('no memory')
+        return decode
+    backend.set_threads(2)
+    translator.reset()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(translator, '_make_decoder', failing)
+            with pytest.raises(MemoryError, match='no memory'):
+                translator.translate(texts, beam=2, batch_size=2)
+        assert 1 <= len(decoded) <= 2
+        translator.reset()
+        assert translator.translate(texts, beam=2) == want
+    finally:
+        backend.set_threads(threads)
+        translator.reset()
 
 
 @on_the_cpu                     # on a GPU the last bits depend on the batch
@@ -404,22 +476,30 @@ def test_load_refuses_other_checkpoints_and_names_damaged_ones(tmp_path):
 
 
 @on_the_cpu
-def test_a_batch_has_fewer_texts_if_they_are_long_and_all_batches_use_the_same_memory(trained, monkeypatch):
+@pytest.mark.parametrize('workers', [1, 2])
+def test_a_batch_has_fewer_texts_if_they_are_long_and_all_of_a_worker_use_the_same_memory(trained, monkeypatch, workers):
     translator, texts = trained
+    translator.reset()
     expected, batches, of, rooms = translator.translate(texts, beam=2), [], Sequences.of, []
     if hasattr(translator.model, 'room'):
         room = translator.model.room
+        monkeypatch.setattr(translator, '_models', [translator.model])
         monkeypatch.setattr(translator.model, '_reserved', (None, (0, 0, 0)))
         monkeypatch.setattr(translator.model, 'room', lambda *sizes: rooms.append(sizes) or room(*sizes), raising=False)
         monkeypatch.setattr(decoding._PlansBySize, 'LARGEST', 0)        # then all batches take the plan of any size
     monkeypatch.setattr(module, '_TOKENS', 20)
+    monkeypatch.setattr(translator, '_workers', lambda texts, search: workers)
     monkeypatch.setattr(Sequences, 'of', lambda some, longest: batches.append([len(ids) for ids in some]) or of(some, longest))
     assert translator.translate(texts, beam=2, batch_size=5) == expected
-    lengths = [length for some in batches for length in some]
-    assert lengths == sorted(lengths) and len(lengths) == len(texts)
+    if workers == 1:
+        batches.reverse()                                               # the longest are the first
+        lengths = [length for some in batches for length in some]
+        assert lengths == sorted(lengths)
+    assert sum(map(len, batches)) == len(texts) and all(some == sorted(some) for some in batches)
     assert all(len(some) * some[-1] <= 20 and len(some) <= 5 for some in batches)
-    assert len(rooms) == hasattr(translator.model, 'room')
-    assert len({len(some) for some in batches[:-1]}) > 1
+    assert len(rooms) == workers * hasattr(translator.model, 'room')
+    assert len({len(some) for some in batches}) > 1
+    translator.reset()
 
 
 # ---- compute types ---------------------------------------------------------------------------------------------------
