@@ -5,6 +5,7 @@ Zeroing, the gradient norm, an Adam step and a checkpoint therefore take one cal
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -106,6 +107,7 @@ class Parameters:
         self.values, self.grads, self.m, self.v = (backend.zeros(n) for _ in range(4))
         half = backend.activations() == backend.BF16
         self.rounded = backend.zeros(n, backend.BF16) if half else None
+        self._is_rounded = False            # inside rounded_once()
         self._sparse = {name for name, spec in specs.items() if spec.sparse}
         self.touched = backend.put(self._untouched(n)) if self._sparse else None
         if seed is not None:
@@ -185,9 +187,19 @@ class Parameters:
 
     def round(self) -> None:
         """Copy the values to `rounded`, if there is one.  A model calls it at the start of each forward pass, so that products
-        multiply with the current weights, and no product rounds them itself."""
-        if self.rounded is not None:
+        multiply with the current weights, and no product rounds them itself.  Does nothing inside rounded_once()."""
+        if self.rounded is not None and not self._is_rounded:
             backend.convert(self.rounded, self.values)
+
+    @contextlib.contextmanager
+    def rounded_once(self) -> Iterator[None]:
+        """Round the values now, and not again inside the block: for several forward passes with the same values."""
+        self.round()
+        before, self._is_rounded = self._is_rounded, True
+        try:
+            yield
+        finally:
+            self._is_rounded = before
 
     def zero_grads(self) -> None:
         if self.touched is None:

@@ -373,22 +373,23 @@ class CutSteps:
         self._losses[...] = 0
         parts = cut.split(backend.get(rows))
         self._sum.start(len(self._mine))
-        for part in self._mine:
-            if len(parts[part]):
-                cut.select(part)
-                if not isinstance(self._gradients, Steps | SizedSteps):
-                    self._gradients(parts[part])
-                elif part == self._mine[-1] and self._sum.blocks:
-                    self._run_and_send(self._gradients.prepared(parts[part]))
+        with self._params.rounded_once():
+            for part in self._mine:
+                if len(parts[part]):
+                    cut.select(part)
+                    if not isinstance(self._gradients, Steps | SizedSteps):
+                        self._gradients(parts[part])
+                    elif part == self._mine[-1] and self._sum.blocks:
+                        self._run_and_send(self._gradients.prepared(parts[part]))
+                    else:
+                        self._run(self._gradients.prepared(parts[part]))
+                    at = self._places[part]
+                    backend.copy(self._losses[at:at + 1], cut.loss)
                 else:
-                    self._run(self._gradients.prepared(parts[part]))
-                at = self._places[part]
-                backend.copy(self._losses[at:at + 1], cut.loss)
-            else:
-                self._params.zero_grads()
-                if part == self._mine[-1]:
-                    self._send_zeros()
-            self._sum.add()
+                    self._params.zero_grads()
+                    if part == self._mine[-1]:
+                        self._send_zeros()
+                self._sum.add()
         self._run_update()
         self._steps += 1
         if self._steps % self.CHECK_EVERY == 0:

@@ -352,13 +352,14 @@ class Parts:
             return self.gradients_of(model, self._pairs.batch(rows, *sizes), self._count, None)
         backend.launch('fill', self._loss, 1, 0.0)
         first = 0
-        for i in range(len(sizes) // 3):
-            count, *tokens = sizes[3 * i:3 * i + 3]
-            share = self._shares[i:i + 1]
-            backend.launch('tick', self._mask, self._masks)
-            loss = self.gradients_of(model, self._pairs.batch(rows[first:], count, *tokens), self._mask, share)
-            backend.launch('axpy', self._loss, loss, share, 1)
-            first += count
+        with model.params.rounded_once():
+            for i in range(len(sizes) // 3):
+                count, *tokens = sizes[3 * i:3 * i + 3]
+                share = self._shares[i:i + 1]
+                backend.launch('tick', self._mask, self._masks)
+                loss = self.gradients_of(model, self._pairs.batch(rows[first:], count, *tokens), self._mask, share)
+                backend.launch('axpy', self._loss, loss, share, 1)
+                first += count
         return self._loss
 
     @staticmethod
@@ -433,10 +434,11 @@ class Validation:
 def validation_loss(model, pairs, batch_size):
     """Return the mean loss per token over all pairs, without dropout.  Ranks share the batches."""
     losses = {}                                                     # loss and tokens by number of the first pair
-    for first in range(batch_size * distributed.rank(), len(pairs), batch_size * distributed.size()):
-        batch = pairs.batch_of(np.arange(first, min(first + batch_size, len(pairs))))
-        loss, ctx = model.forward(batch, gradients=False)
-        losses[first] = float(loss[0]), int(model.valid(ctx)[0])
+    with model.params.rounded_once():
+        for first in range(batch_size * distributed.rank(), len(pairs), batch_size * distributed.size()):
+            batch = pairs.batch_of(np.arange(first, min(first + batch_size, len(pairs))))
+            loss, ctx = model.forward(batch, gradients=False)
+            losses[first] = float(loss[0]), int(model.valid(ctx)[0])
     losses = {first: value for part in distributed.gather(losses) for first, value in part.items()}
     loss_sum = tokens = 0
     for _, (loss, valid) in sorted(losses.items()):                 # in the same order with any number of ranks

@@ -5,6 +5,8 @@ when it is stored, so it is off by at most HALF of its own size.  An intermediat
 the terms that it is a factor of.  Sums in float32 in another order add SUMS of the largest element.  Results in float32
 (gradients of parameters, statistics, the loss) have no rounding of their own.
 """
+import contextlib
+
 import numpy as np
 import pytest
 from arrays import close, normal, same
@@ -668,6 +670,40 @@ def test_the_program_trains_saves_resumes_and_translates_with_bfloat16_activatio
                             and 'loss' in line]
     assert len(found['bf16']) == 2 and found['bf16'] != found['fp32']
     close(np.array(found['bf16']), np.array(found['fp32']), 8 * HALF)
+
+
+@pytest.mark.parametrize('flags', [('-b', '16', '--accumulate', '2'), ('-b', '32', '--parts', '2'),
+                                   ('-b', '32', '--parts', '2', '--no-plan')], ids=' '.join)
+def test_a_step_in_parts_rounds_its_weights_once_with_the_same_bits(on_gpu, flags, tmp_path, monkeypatch):
+    from safetensors.numpy import load_file
+
+    from pyops.params import Parameters
+    from transformer import train
+    convert, create, params, found, count = backend.convert, Parameters.__init__, [], {}, {}
+
+    def create_and_keep(self, *arguments):
+        create(self, *arguments)
+        params.append(self)
+
+    def convert_and_count(y, x):
+        count[way] = count.get(way, 0) + any(x is each.values for each in params)
+        convert(y, x)
+    monkeypatch.setattr(Parameters, '__init__', create_and_keep)
+    monkeypatch.setattr(backend, 'convert', convert_and_count)
+    for way in ('once', 'each'):
+        if way == 'each':
+            monkeypatch.setattr(Parameters, 'rounded_once', lambda self: contextlib.nullcontext())
+        train.main(['-g', '1', '--precision', 'bf16', '-f', 'embedded', '--pairs', '64', '--d-model', '16', '--heads', '2',
+                    '--layers', '1', '--min-count', '1', '-e', '1', '--hold-out', '0', '-c', str(tmp_path / way), *flags])
+        (path,) = (tmp_path / way).glob('*.safetensors')
+        found[way] = load_file(path)
+    assert found['once'].keys() == found['each'].keys()
+    for name, values in found['once'].items():
+        assert values.tobytes() == found['each'][name].tobytes(), name
+    if '--accumulate' in flags:                             # per recording of the step
+        assert count['each'] == 2 * count['once'] > 0
+    if '--no-plan' in flags:                                # two steps of two parts
+        assert count == {'once': 2, 'each': 4}
 
 
 def test_quantized_ops_keep_float32_activations(on_gpu):
