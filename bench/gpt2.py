@@ -71,7 +71,7 @@ def train(folder, kind):
         from bench.gpt2_model import GPT2, training_steps
         from pyops.optim import AdamW
         model = GPT2(size, tensors)
-        steps = training_steps(model, AdamW(model.params, LR, weight_decay=0.0), tokens, batch, length)
+        steps = training_steps(model, AdamW(model.params, LR, weight_decay=0.0), tokens, length)
         rows = np.arange(batch)
         return job(lambda k: float(steps(rows + k * batch)[0]), lambda: dict(flops=flops_of(steps.plan(rows))))
     import torch

@@ -51,6 +51,7 @@ class GPT2:
 
     def forward(self, ids, labels, positions, rows):
         """Return the loss (1,) and ctx.   Adds the gradients of the output layer: zero params.grads before it"""
+        self.params.round()
         x,    c1 = self.embedding.forward(ids)                      # (N, D)
         at,   c2 = self.positions.forward(positions)                # (N, D)
         n,    c3 = self.enter.forward(x, at)
@@ -92,13 +93,14 @@ def parts(name, values):
                                  'fcproj': f'feed_forward.{name[-1]}2'}[name[:-1]], part
 
 
-def training_steps(model, optimizer, tokens, batch, length):
-    """Return Steps of a training step on rows (batch,) int64: row r is `length` of the tokens (N,) int32, from r length on, and
-    its labels are the tokens one later."""
+def training_steps(model, optimizer, tokens, length):
+    """Return Steps of a training step on rows (B,) int64: row r is `length` of the tokens (N,) int32, from r length on, and its
+    labels are the tokens one later."""
     begins = length * np.arange((len(tokens) - 1) // length + 1)
-    table, starts, later, total = *map(backend.put, (tokens, begins, begins + 1)), batch * length
+    table, starts, later = map(backend.put, (tokens, begins, begins + 1))
 
     def step(rows):
+        total = rows.size * length
         model.params.zero_grads()
         ids, positions, offsets = pack(table, starts, rows, total)
         labels = pack_ids(table, later, rows, total, name='labels')

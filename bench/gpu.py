@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench import gpu_attention, gpu_products
+from bench import gpt2, gpu_attention, gpu_products, llmc
 from bench.gpu_attention import attention
 from bench.gpu_contest import Run, Torch, compare, median_seconds, precision_of, repeated, same_bits
 from bench.gpu_products import PRECISIONS, choosing, layers, products, reset
@@ -32,13 +32,15 @@ FULL = SimpleNamespace(
     activations=gpu_products.ACTIVATIONS,
     layers=gpu_products.FULL_LAYERS, attention=gpu_attention.FULL, source=7939, target=13387, batch=128, pairs=20_000,
     num_steps=9, checked=3, seq2seq={}, transformer={}, base=dict(batch=256, num_steps=64, checked=1),
-    mnist=dict(images=50_000, epochs=10))
+    # llm.c's padded vocabulary: with a multiple of 8 words, all contestants have aligned rows of logits
+    gpt2=dict(batch=16, count=256, checked=1, words=50304), mnist=dict(images=50_000, epochs=10))
 TRIAL = SimpleNamespace(
     turns=2, seconds=0.0, product_turns=1, product_seconds=0.0, memory=2**12, products=gpu_products.TRIAL,
     activations=gpu_products.TRIAL_ACTIVATIONS,
     layers=gpu_products.TRIAL_LAYERS, attention=gpu_attention.TRIAL, source=20, target=30, batch=4, pairs=40, num_steps=5,
     checked=3, seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
-    base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1, checked=1), mnist=dict(images=400, epochs=1))
+    base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1, checked=1),
+    gpt2=dict(batch=2, count=8, positions=16, words=128, layers=2, heads=2, width=32), mnist=dict(images=400, epochs=1))
 
 # Relative errors of a training step: of the first loss, of later ones, which Adam drives apart where rounding turns the sign of
 # a gradient, and of the gradient, relative to its norm.
@@ -162,7 +164,8 @@ def peak_of(model, tflops=None):
 
 
 def rate(run, figure):
-    """Add FLOP/s of a timed step, and in bf16 their share of the peak, to its figure.  Return a note with them and with memory.
+    """Add FLOP/s of a timed step, in bf16 their share of the peak, and of a language model the tokens a second of each
+    contestant, to its figure.  Return a note with ours and with memory.
 
     FLOP/s count the products of the step; memory: bytes of arrays of a training, beyond those before it.
     """
@@ -171,6 +174,9 @@ def rate(run, figure):
     if run.report['peak'] and figure['what'].endswith('bf16'):
         figure['of_peak'] = figure['flops_per_s'] / run.report['peak']
         note += f', {figure["of_peak"]:.1%} of the peak'
+    if 'tokens' in figure:
+        figure['tokens_per_s'] = {name: figure['tokens'] / seconds for name, seconds in figure['all_s'].items()}
+        note += f', {figure["tokens_per_s"]["ours"]:.0f} tokens/s'
     run.save()
     return note + ''.join(f', {name} {size / 2**20:.0f} MiB' for name, size in figure['memory'].items())
 
@@ -250,8 +256,8 @@ class Contest:
 
 
 class Translator(NamedTuple):
-    """A training of a translator.  module: of bench, with ours() and theirs();  stores_bf16: whether its program stores
-    activations as bfloat16 with --precision bf16;  preset: settings of the program."""
+    """A training of a translator on random sentences.  module: of bench, with ours() and theirs();  stores_bf16: whether its
+    program stores activations as bfloat16 with --precision bf16;  preset: settings of the program."""
     what: str
     module: str
     lr: float
@@ -270,6 +276,16 @@ class Translator(NamedTuple):
     def theirs(self):
         return import_module(f'bench.{self.module}').theirs()
 
+    def about(self, config, batch):
+        """Return the sizes of a step, for a report."""
+        return dict(batch=batch, num_steps=config.num_steps)
+
+    def data(self, rng, config, count):
+        """Return Pairs of `count` random sentences with realistic sizes; padded, 15 % is padding."""
+        from pyops.text.pairs import Pairs
+        return Pairs(*(random_sentences(rng, count, config.num_steps, words)
+                       for words in (config.source_size, config.target_size)), config.num_steps)
+
     def trained(self, config, pairs, batches, around=lambda call: call()):
         """Return the Trained of a new model on the current device.  around: of Trained."""
         from bench.translation import planned_steps
@@ -278,63 +294,123 @@ class Translator(NamedTuple):
         optimizer = Adam(model.params, self.lr, max_norm=1.0)
         return Trained(model, optimizer, planned_steps(model, pairs, self.lr, optimizer), batches, around)
 
+    def flops(self, trained, rows):
+        """Return the operations of the products of a step on these rows, without fillers."""
+        from bench.translation import flops_of
+        plan = trained.steps.plan(rows)
+        plan.run()                                  # the lengths of sentences are computed in it
+        return flops_of(plan)
 
-TRANSLATORS = {'seq2seq': Translator('seq2seq step', 'seq2seq', 0.005, False),
-               'transformer': Translator('transformer small step', 'transformer', 0.001, True),
-               'base': Translator('transformer base step', 'transformer', PRESETS['base']['lr'], True, PRESETS['base'])}
+    def torch_batches(self, torch, config, pairs):
+        """Return batch(rows), the tensors of these rows as PyTorch's step takes them."""
+        t = torch.torch
+        from pyops.text.vocabulary import BOS
+        tables = [torch.put(x.padded(config.num_steps)).long() for x in (pairs.source, pairs.labels)]
+
+        def batch(rows):
+            source, labels = (table[rows].T for table in tables)
+            target = t.cat([t.full_like(labels[:1], BOS), labels[:-1]])
+            return source.contiguous(), target, labels.contiguous()
+        return batch
+
+    def torch_step(self, torch, config, weights, compiled):
+        """Return step(*batch) -> loss of PyTorch's model with the initial weights of a Trained."""
+        from bench.torch_step import copy_weights, make_step
+        twin = copy_weights(self.theirs()(config), weights).to(torch.device)
+        return make_step(torch.torch.compile(twin) if compiled else twin, self.lr, on_gpu=torch.has_gpu)
+
+
+class LanguageModel(NamedTuple):
+    """A training of GPT-2 as in bench.gpt2, on sequences of random tokens; methods as of Translator, `config` is a llmc.Size.
+
+    Sequences are as long as the table of positions.
+    """
+    what: str
+    stores_bf16: bool = True
+
+    def config(self, sizes, own):
+        return llmc.Size(**own)
+
+    def about(self, config, batch):
+        return dict(batch=batch, num_steps=config.positions, tokens=batch * config.positions)
+
+    def data(self, rng, config, count):
+        return rng.integers(0, config.words, count * config.positions + 1).astype(np.int32)
+
+    def trained(self, config, tokens, batches, around=lambda call: call()):
+        from bench.gpt2_model import GPT2, training_steps
+        from pyops.optim import AdamW
+        model = GPT2(config, llmc.random_tensors(config))
+        optimizer = AdamW(model.params, gpt2.LR, weight_decay=0.0)
+        return Trained(model, optimizer, training_steps(model, optimizer, tokens, config.positions), batches, around)
+
+    def flops(self, trained, rows):
+        from bench.translation import flops_of
+        return flops_of(trained.steps.plan(rows))       # the plan of the steps so far, which have computed the lengths
+
+    def torch_batches(self, torch, config, tokens):
+        ids, labels = (torch.put(part.reshape(-1, config.positions)).long() for part in (tokens[:-1], tokens[1:]))
+        return lambda rows: (ids[rows], labels[rows])
+
+    def torch_step(self, torch, config, weights, compiled):
+        from bench.torch_gpt2 import TorchGPT2, make_step
+        twin = TorchGPT2(config, llmc.random_tensors(config)).to(torch.device)
+        return make_step(torch.torch.compile(twin) if compiled else twin, gpt2.LR, on_gpu=torch.has_gpu)
+
+
+TRAININGS = {'seq2seq': Translator('seq2seq step', 'seq2seq', 0.005, False),
+             'transformer': Translator('transformer small step', 'transformer', 0.001, True),
+             'base': Translator('transformer base step', 'transformer', PRESETS['base']['lr'], True, PRESETS['base']),
+             'gpt2': LanguageModel('GPT-2 step')}
+
+
+class Sized(NamedTuple):
+    """A training at its sizes.  batch: rows of a batch;  checked: steps that are compared;  count: rows of the data"""
+    training: object
+    config: object
+    batch: int
+    checked: int
+    count: int
 
 
 def training_of(name, sizes):
-    """Return the Translator of this name, its Config, the size of a batch, and how many steps are checked."""
+    """Return the Sized training of this name."""
     own = dict(getattr(sizes, name))
     batch, checked = own.pop('batch', sizes.batch), own.pop('checked', sizes.checked)
-    translator = TRANSLATORS[name]
-    return translator, translator.config(sizes, own), batch, checked
+    count = own.pop('count', max(sizes.pairs, 4 * batch))
+    return Sized(TRAININGS[name], TRAININGS[name].config(sizes, own), batch, checked, count)
 
 
-def random_pairs(rng, config, count):
-    """Return Pairs of random sentences with realistic sizes; padded, 15 % is padding."""
-    from pyops.text.pairs import Pairs
-    return Pairs(*(random_sentences(rng, count, config.num_steps, words)
-                   for words in (config.source_size, config.target_size)), config.num_steps)
-
-
-def translation_contest(run, name, precision):
-    """Check and time the training steps of a translator on random sentences.
+def training_contest(run, name, precision):
+    """Check and time the training steps of a model on random data.
 
     Where the device can start kernels early, the same steps are also timed with early starts.  Return finish(), which times
     them against compiled PyTorch: after the checks of all precisions.
     """
-    from bench.torch_step import copy_weights, make_step
-    from bench.translation import flops_of
     from pyops import backend
-    from pyops.text.vocabulary import BOS
     gpu, torch, sizes, rng = run.gpu, run.torch, run.sizes, np.random.default_rng(0)
-    translator, config, batch, checked = training_of(name, sizes)
-    figure = run.figure(f'{translator.what} {precision}', batch=batch, num_steps=config.num_steps)
+    training, config, batch, checked, count = training_of(name, sizes)
+    figure = run.figure(f'{training.what} {precision}', **training.about(config, batch))
     if figure is None:
         return lambda: None
-    count = max(sizes.pairs, 4 * batch)
-    pairs = random_pairs(rng, config, count)
+    data = training.data(rng, config, count)
     order = rng.permutation(count)[:count // batch * batch].reshape(-1, batch)
 
     def with_early_start(choice):
-        return translator.trained(config, pairs, order, lambda call: choosing(gpu, 'early_start', choice, call)())
+        return training.trained(config, data, order, lambda call: choosing(gpu, 'early_start', choice, call)())
 
     if ('reference', name) not in run.kept:             # in float32 for each precision
         with backend.on(backend.HOST):
-            there = translator.trained(config, pairs, order)
+            there = training.trained(config, data, order)
             run.kept['reference', name] = there.first(checked)
-            plan = there.steps.plan(order[0])           # of the sentences without fillers
-            plan.run()                                  # the lengths of sentences are computed in it
-            run.kept['flops', name] = flops_of(plan)
+            run.kept['flops', name] = training.flops(there, order[0])
             there.close()
     figure['flops'] = run.kept['flops', name]
     others, place = {}, iter(range(2**62))
 
     def next_rows():
         return order[next(place) % len(order)]
-    with precision_of(precision, translator.stores_bf16):
+    with precision_of(precision, training.stores_bf16):
         def start():
             trained = with_early_start('never')
             return trained, trained.first(checked)
@@ -347,29 +423,20 @@ def translation_contest(run, name, precision):
             others['early start'] = early, early.repeated(next_rows)
     torch_step = rows = None
     if torch:
-        t = torch.torch
-        tables = [torch.put(x.padded(config.num_steps)).long() for x in (pairs.source, pairs.labels)]
-        indices = torch.put(order)
-        counter = iter(range(2**62))
+        indices, torch_batch, counter = torch.put(order), training.torch_batches(torch, config, data), iter(range(2**62))
 
         def rows():
             return indices[next(counter) % len(order), None]
 
         def torch_step(compiled):
-            twin = copy_weights(translator.theirs()(config), here.weights).to(torch.device)
-            train = make_step(t.compile(twin) if compiled else twin, translator.lr, on_gpu=torch.has_gpu)
-
-            def step(chosen):
-                source, labels = (table[chosen].T for table in tables)
-                target = t.cat([t.full_like(labels[:1], BOS), labels[:-1]])
-                return train(source.contiguous(), target, labels.contiguous())
-            return step
+            step = training.torch_step(torch, config, here.weights, compiled)
+            return lambda chosen: step(*torch_batch(chosen))
     contest = Contest(run, figure, here, checked, first, precision, here.repeated(next_rows), torch_step, rows, others)
-    with precision_of(precision, translator.stores_bf16):
+    with precision_of(precision, training.stores_bf16):
         contest.against('eager')
 
     def finish():
-        with precision_of(precision, translator.stores_bf16):
+        with precision_of(precision, training.stores_bf16):
             contest.finish(rate)
     return finish
 
@@ -392,17 +459,15 @@ def random_sentences(rng, n, steps, words):
     return Ragged(rng.integers(len(SPECIALS), words, starts[-1]).astype(np.int32), starts)
 
 
-def translation(name, precisions=PRECISIONS):
+def training(name, precisions=PRECISIONS):
     def section(run):
-        for finish in [translation_contest(run, name, precision) for precision in precisions]:
+        for finish in [training_contest(run, name, precision) for precision in precisions]:
             finish()
     return section
 
 
 def mnist(run):
     """Check and time the training steps on random digits, as many in a graph as in training, and time a whole training."""
-    from bench.torch_mnist import TorchMLP
-    from bench.torch_step import copy_weights, make_step
     from mnist.train import AT_ONCE, AT_ONCE_ON_GPU, prepare
     from pyops import backend
     from pyops.data.batches import batches
@@ -432,6 +497,8 @@ def mnist(run):
     order = stream()
     torch_step = rows = None
     if torch:
+        from bench.torch_mnist import TorchMLP
+        from bench.torch_step import copy_weights, make_step
         t = torch.torch
         x, y = torch.put(images).float() / 255, torch.put(labels).long()
         rest = []
@@ -457,7 +524,8 @@ def mnist(run):
 
 
 SECTIONS = {'products': products, 'layers': layers, 'attention': attention, 'memory': memory, 'mnist': mnist,
-            'seq2seq': translation('seq2seq'), 'transformer': translation('transformer'), 'base': translation('base', ['bf16'])}
+            'seq2seq': training('seq2seq'), 'transformer': training('transformer'), 'base': training('base', ['bf16']),
+            'gpt2': training('gpt2', ['bf16'])}
 
 
 def main(argv=None):

@@ -126,6 +126,7 @@ PARTS = {
     'seq2seq': Part('seq2seq: likewise', section('seq2seq')),
     'transformer': Part('transformer small: likewise', section('transformer')),
     'base': Part('transformer base: likewise', section('base')),
+    'gpt2': Part('GPT-2 with 124 million parameters: likewise, in tokens a second', section('gpt2')),
     'memcheck': Part('as many ops as fit in the limit, under compute-sanitizer memcheck', sanitizer('memcheck'),
                      tool='compute-sanitizer'),
     'racecheck': Part('likewise, racecheck', sanitizer('racecheck'), tool='compute-sanitizer'),

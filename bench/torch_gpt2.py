@@ -50,9 +50,13 @@ class TorchGPT2(nn.Module):
         return F.cross_entropy(self.output(self.lnf(x)).flatten(0, 1), labels.flatten())
 
 
-def make_step(model, lr):
-    """Return step(ids, labels) -> loss: a training step with PyTorch's fused AdamW, without weight decay."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
+def make_step(model, lr, on_gpu=False):
+    """Return step(ids, labels) -> loss: a training step with PyTorch's fused AdamW, without weight decay.
+
+    on_gpu: a graph on a GPU can capture it
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True,
+                                  capturable=on_gpu)
 
     def step(ids, labels):
         optimizer.zero_grad()

@@ -458,7 +458,7 @@ def test_the_gpu_check_refuses_a_part_that_it_does_not_have():
 
 @needs_emulation
 def test_the_gpu_check_passes_on_the_emulator_and_checks_again_after_timing():
-    parts = 'conformance', 'ladder', 'layers', 'attention', 'memory', 'mnist', 'seq2seq', 'transformer', 'base'
+    parts = 'conformance', 'ladder', 'layers', 'attention', 'memory', 'mnist', 'seq2seq', 'transformer', 'base', 'gpt2'
     status, out, report = checked(*parts, '--limit', '600')
     assert status == 0 and set(report['parts']) == {'build', *parts}, out
     for part in parts:
@@ -473,9 +473,13 @@ def test_the_gpu_check_passes_on_the_emulator_and_checks_again_after_timing():
     layers = [figure['what'] for figure in figures_of(report, 'layers')]
     stored = {name for name in layers if name.endswith('stored as bf16')}
     assert {name.split()[0] for name in stored} == {'attention', 'output', 'layer'}
-    for part in ('seq2seq', 'transformer', 'base'):
+    for part in ('seq2seq', 'transformer', 'base', 'gpt2'):
         for figure in figures_of(report, part):
             assert figure['flops_per_s'] == figure['flops'] / figure['ours_s'] > 0 and figure['memory']['ours'] > 0
+    (decoder,) = figures_of(report, 'gpt2')
+    assert decoder['tokens'] == decoder['batch'] * decoder['num_steps'] > 0
+    assert decoder['tokens_per_s'] == {name: decoder['tokens'] / seconds for name, seconds in decoder['all_s'].items()}
+    assert decoder['tokens_per_s']['ours'] == decoder['tokens'] / decoder['ours_s']
     activations = {part: {figure['what'].split()[-1]: figure['memory']['ours'] for figure in figures_of(report, part)}
                    for part in ('seq2seq', 'transformer')}
     assert activations['transformer']['bf16'] < activations['transformer']['fp32']
@@ -546,6 +550,25 @@ def test_a_result_that_is_wrong_after_the_timed_loop_fails_the_gpu_benchmark(tmp
     checks = report['sections']['products'][0]['checks']
     assert done.returncode == 1 and [check['ok'] for check in checks.values()] == [True, True, False], done.stdout
     assert list(checks)[2] == 'c after timing: changed elements' and report['wrong'][0].endswith('bound 0')
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules['torch'] = None             # as if it were not installed
+from bench import gpu
+sys.exit(gpu.main([*'--only mnist --only seq2seq --only gpt2 --trial --json'.split(), sys.argv[1]]))
+"""
+
+
+@needs_emulation
+def test_the_gpu_benchmark_of_training_steps_runs_without_torch(tmp_path):
+    done = subprocess.run([sys.executable, '-c', WITHOUT_TORCH, tmp_path / 'figures.json'], cwd=ROOT, env=emulated(),
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and 'torch is not installed: ours alone' in done.stderr, done.stderr
+    report = json.loads((tmp_path / 'figures.json').read_text())
+    assert report['torch'] is None and set(report['sections']) == {'mnist', 'seq2seq', 'gpt2'}
+    for figures in report['sections'].values():
+        assert figures and all('ours' in figure['all_s'] and 'best' not in figure for figure in figures)
 
 
 @needs_emulation

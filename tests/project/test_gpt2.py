@@ -117,7 +117,7 @@ def test_loss_and_gradients_equal_torch(torch, files):
     want.backward()
 
     model = GPT2(SMALL, tensors)
-    steps = training_steps(model, AdamW(model.params, 0.0, weight_decay=0.0), tokens, BATCH, LENGTH)
+    steps = training_steps(model, AdamW(model.params, 0.0, weight_decay=0.0), tokens, LENGTH)
     loss = float(steps(np.arange(BATCH))[0])
     assert abs(loss - want.item()) <= 1e-6 * want.item()
     seen = set()
