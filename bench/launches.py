@@ -23,8 +23,8 @@ from pyops.flags import ArgumentParser
 PROGRAM = 'bench.launches'
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = 'pyops/device.h'                              # of the CUDA library, copied by make
-STEPS = 'seq2seq', 'transformer', 'base'                # the sections of bench.gpu
-PRECISIONS = 'fp32', 'bf16'
+STEPS = 'seq2seq', 'transformer', 'base', 'gpt2'        # the sections of bench.gpu
+PRECISIONS = 'fp32', 'tf32', 'bf16'
 H100 = {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_SYNC': '0', 'PYOPS_EARLY_START': '1', 'EMU_MULTIPROCESSORS': '132',
         'EMU_MEMORY': str(80 * 2**30), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
 
@@ -35,6 +35,7 @@ class Launch(NamedTuple):
     threads: int            # per block
     shared: int             # bytes of dynamic shared memory per block
     early: bool             # whether it may start before the last one has ended (PYOPS_EARLY_START)
+    address: int            # in the emulated library, as nm prints it
 
 
 def launches(step, precision='fp32'):
@@ -54,19 +55,19 @@ def listed(command):
         if done.returncode:
             raise UserError(f'{" ".join(command)}: {(done.stderr.strip().splitlines() or ["failed"])[-1]}')
         lines = file.read().splitlines()
-    return [Launch(re.sub(r'[(<].*', '', kernel.lstrip('(')), grid, int(threads), int(shared), early == '1')
-            for kernel, grid, threads, shared, _, early in (line.split('\t') for line in lines)], done.stdout
+    return [Launch(re.sub(r'[(<].*', '', kernel.lstrip('(')), grid, int(threads), int(shared), early == '1', int(address, 16))
+            for kernel, grid, threads, shared, _, early, address in (line.split('\t') for line in lines)], done.stdout
 
 
 def run(step, precision):
-    """Train a step on random sentences.  Return the numbers of launches before and after it."""
+    """Train a step on random data.  Return the numbers of launches before and after it."""
     import numpy as np
 
     from bench import gpu
     from bench.gpu_contest import precision_of
-    translator, config, batch, _ = gpu.training_of(step, gpu.FULL)
-    with precision_of(precision, translator.stores_bf16) as device:
-        trained = translator.trained(config, gpu.random_pairs(np.random.default_rng(0), config, batch), None)
+    training, config, batch, *_ = gpu.training_of(step, gpu.FULL)
+    with precision_of(precision, training.stores_bf16) as device:
+        trained = training.trained(config, training.data(np.random.default_rng(0), config, batch), None)
         first = launched(device)
         trained.steps(np.arange(batch))
         return first, launched(device)
@@ -81,7 +82,7 @@ def launched(device):
 def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('steps', nargs='*', metavar='STEP', help=f'{", ".join(STEPS)} (default: all)')
-    p.add_argument('--precision', choices=PRECISIONS, help='default: both')
+    p.add_argument('--precision', choices=PRECISIONS, help='default: fp32 and bf16')
     p.add_argument('--list', action='store_true',
                    help='print each launch: kernel, blocks, threads, bytes of shared memory, whether it can start early')
     p.add_argument('--run', action='store_true', help=argparse.SUPPRESS)
@@ -92,7 +93,7 @@ def main(argv=None):
     if args.run:
         return print(json.dumps(run(args.steps[0], args.precision)))
     for step in args.steps or STEPS:
-        for precision in [args.precision] if args.precision else PRECISIONS:
+        for precision in [args.precision] if args.precision else ('fp32', 'bf16'):
             found = launches(step, precision)
             kernels = collections.Counter(launch.kernel for launch in found)
             early = sum(launch.early for launch in found)

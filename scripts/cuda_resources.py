@@ -3,8 +3,10 @@
     python -m scripts.cuda_resources               compile for sm_80 and sm_90a and rewrite the table; takes minutes
     python -m scripts.cuda_resources gemm optim    only these files; the lines of the others stay
     python -m scripts.cuda_resources --log FILE    read the compiler's output from FILE instead
+    python -m scripts.cuda_resources --launches    the table of shared memory that kernels request at launch
 
-Exit status 2 if a kernel spills registers, or the compiler serialises wgmma instructions.
+--launches requires the emulated library (make emulated) and no nvcc.  If cuobjdump is there, the instructions of sm_90a are
+checked, too.  Exit status 2 if a kernel spills registers, or the compiler serialises wgmma instructions.
 """
 import os
 import re
@@ -20,12 +22,15 @@ from scripts.generated import update
 PROGRAM = 'scripts.cuda_resources'
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / 'docs' / 'cuda_resources.md'
+BUILD = ROOT / 'build' / 'resources'
 ARCHITECTURES = 'sm_80', 'sm_90a'
+EMULATED = ROOT / 'pyops' / 'libpyops_emulated.so'
 
 OBJECT = re.compile(r'^nvcc \S*/(\w+)\.o$')         # printed by make before the output for an object
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(sm_\w+)'")
 SPILLS = re.compile(r'(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads')
 USED = re.compile(r'Used (\d+) registers(?:.*?(\d+) bytes smem)?')
+FUNCTION = re.compile(r'Function : (\w+)')            # of cuobjdump
 FILE = re.compile(r'_GLOBAL__N__[0-9a-f]{8}_\d+_(\w+?)_cu_[0-9a-f]{8}')     # nvcc's name of a file's anonymous namespace
 
 
@@ -41,13 +46,12 @@ class Kernel(NamedTuple):
 
 def compiled(files=()):
     """Return the output of a build of the whole library, or of some files, with ptxas -v."""
+    targets = [f'{BUILD}/{path.relative_to(ROOT / "cuda").with_suffix(".o")}' for path in map(_source, files)]
     if not shutil.which('nvcc'):
         raise UserError('nvcc: not found; install the CUDA toolkit, or give the output of a build with --log')
-    folder = ROOT / 'build' / 'resources'
-    shutil.rmtree(folder, ignore_errors=True)           # an object that is up to date prints nothing
-    targets = [f'{folder}/{path.relative_to(ROOT / "cuda").with_suffix(".o")}' for path in map(_source, files)]
-    command = ['make', '-O', *(targets or ['cuda']), 'CUDA_ARCH=80;90a', 'NVCC_EXTRA=-Xptxas -v', f'CUDA_BUILD={folder}',
-               f'CUDA_LIBRARY={folder}/libpyops_cuda.so']
+    shutil.rmtree(BUILD, ignore_errors=True)            # an object that is up to date prints nothing
+    command = ['make', '-O', *(targets or ['cuda']), 'CUDA_ARCH=80;90a', 'NVCC_EXTRA=-Xptxas -v', f'CUDA_BUILD={BUILD}',
+               f'CUDA_LIBRARY={BUILD}/libpyops_cuda.so']
     environment = {name: value for name, value in os.environ.items() if name not in ('MAKEFLAGS', 'MAKELEVEL')}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -106,7 +110,8 @@ def kernels(log):
 
 def kept_lines(page, files):
     """Return the lines of the table on a page that belong to other files."""
-    rows = [line for line in page.read_text().splitlines() if line.startswith('| ') and '`' in line]
+    table = page.read_text().partition('<!-- /resources -->')[0]
+    rows = [line for line in table.splitlines() if line.startswith('| ') and '`' in line]
     return [line for line in rows if line.split('|')[1].strip() not in files]
 
 
@@ -135,18 +140,99 @@ def problems(found, log):
     return bad + [line.strip() for line in log.splitlines() if 'wgmma' in line and 'serialized' in line]
 
 
+def instructions():
+    """Return the SASS for sm_90a of the objects that compiled() has built; '', with a note, without cuobjdump."""
+    if not shutil.which('cuobjdump') or not shutil.which('nvdisasm'):
+        print('cuobjdump or nvdisasm: not found, so instructions are not checked; both are in the CUDA toolkit')
+        return ''
+    text = ''
+    for path in sorted(BUILD.rglob('*.o')):
+        done = subprocess.run(['cuobjdump', '-sass', '-arch', 'sm_90a', str(path)], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f'cuobjdump {path}: {" ".join(done.stderr.split())}')
+        text += done.stdout
+    return text
+
+
+def waits(sass):
+    """Return a line for each kernel that waits within a group of wgmma instructions.
+
+    SASS marks the last HGMMA of a group with gsb0.  A compiler that serialises ends a group after each one and waits for it.
+    No kernel has a group of one instruction otherwise: a group multiplies at least 32 columns in steps of 16.
+    """
+    kernel, length, bad = '?', 0, {}
+    for line in sass.splitlines():
+        if match := FUNCTION.search(line):
+            kernel, length = match[1], 0
+        elif 'HGMMA' in line:
+            length += 1
+            if 'gsb0' in line:
+                if length == 1:
+                    bad[kernel] = 'a group of one wgmma instruction'
+                length = 0
+        elif 'WARPGROUP.DEPBAR' in line and length:
+            bad[kernel] = 'a wait within a group of wgmma instructions'
+    return [f'{name}: {what}: it is serialised' for name, what in zip(readable(bad), bad.values(), strict=True)]
+
+
+# ---- shared memory that a launch requests -----------------------------------------------------------------------------
+
+def symbols(library=EMULATED):
+    """Return {address: (file without its suffix, symbol)} of the functions of a library that is not stripped."""
+    if not shutil.which('nm'):
+        raise UserError('nm: not found; install binutils')
+    lines = subprocess.run(['nm', '-a', '--no-sort', str(library)], capture_output=True, text=True, check=True).stdout
+    file, found = '?', {}
+    for address, kind, name in re.findall(r'^([0-9a-f]+) (\w) (.*)$', lines, re.M):
+        if kind == 'a':                                 # of the symbols that follow
+            file = Path(name).stem
+        else:
+            found[int(address, 16)] = file, name
+    return found
+
+
+def requested(launches):
+    """Return {(file, kernel): bytes}: the most dynamic shared memory of a block in these bench.launches.Launches, if any."""
+    most = {}
+    for launch in launches:
+        if launch.shared:
+            most[launch.address] = max(launch.shared, most.get(launch.address, 0))
+    known = symbols()
+    names = readable([known[address][1] for address in most])
+    found = {}
+    for (address, size), name in zip(most.items(), names, strict=True):
+        key = known[address][0], name
+        found[key] = max(size, found.get(key, 0))
+    return found
+
+
+def launch_table():
+    """Return the Markdown table of requested() for the steps of bench.launches."""
+    from bench.launches import PRECISIONS, STEPS, launches
+    found = requested([launch for step in STEPS for precision in PRECISIONS for launch in launches(step, precision)])
+    lines = [f'| {file} | `{name}` | {size} |' for (file, name), size in sorted(found.items())]
+    return '\n'.join(['', '| file | kernel | bytes |', '|---|---|---:|', *lines, '', ''])
+
+
 def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Write the table of registers and spills of CUDA kernels.')
     p.add_argument('files', nargs='*', metavar='NAME', help='a .cu file without its suffix (default: all)')
     p.add_argument('--log', type=Path, metavar='FILE', help='output of a build with NVCC_EXTRA="-Xptxas -v" (default: build)')
+    p.add_argument('--launches', action='store_true',
+                   help='update the table of shared memory at launch instead; requires the emulated library, not nvcc')
     p.add_argument('--page', type=Path, default=PAGE, metavar='FILE', help='page to update (default docs/cuda_resources.md)')
     args = p.parse_args(argv)
+    if args.launches:
+        if args.files or args.log:
+            p.error('--launches: counts the kernels of all files; give it without NAME and --log')
+        update(args.page, 'launches', launch_table(), f'python -m {PROGRAM} --launches')
+        return
     log = args.log.read_text() if args.log else compiled(args.files)
     found = [kernel for kernel in kernels(log) if not args.files or kernel.file in args.files]
     kept = kept_lines(args.page, args.files) if args.files else []
     update(args.page, 'resources', table(found, kept), f'python -m {PROGRAM}')
     print(f'{len(found)} kernels; registers: at most {max(kernel.registers for kernel in found)}')
-    if bad := problems(found, log):
+    if bad := problems(found, log) + (waits(instructions()) if not args.log else []):
         raise UserError('; '.join(bad))
 
 

@@ -1,4 +1,5 @@
 // launch.cpp - the checks of a launch, and the list of launches (EMU_LAUNCHES).
+#include <dlfcn.h>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -35,13 +36,16 @@ static cudaError_t check(const Launch &l) {
     return cudaSuccess;
 }
 
-// A line: the kernel, its blocks, threads per block, bytes of dynamic shared memory per block, blocks per cluster, and whether it
-// starts early.
+// A line: the kernel, its blocks, threads per block, bytes of dynamic shared memory per block, blocks per cluster, whether it
+// starts early, and its address in the library, as nm prints it.
 static void list(const Launch &l) {
     static FILE *const file = fopen(settings().launches, "a");
     if (!file) die("EMU_LAUNCHES=%s: cannot be written", settings().launches);
-    fprintf(file, "%s\t%u,%u,%u\t%u\t%zu\t%d\t%d\n", l.name, l.grid.x, l.grid.y, l.grid.z, l.block.x * l.block.y * l.block.z,
-            l.shared, l.cluster, l.start == Start::early);
+    Dl_info library = {};
+    dladdr(l.function, &library);
+    const auto address = static_cast<const char *>(l.function) - static_cast<const char *>(library.dli_fbase);
+    fprintf(file, "%s\t%u,%u,%u\t%u\t%zu\t%d\t%d\t%zx\n", l.name, l.grid.x, l.grid.y, l.grid.z,
+            l.block.x * l.block.y * l.block.z, l.shared, l.cluster, l.start == Start::early, static_cast<size_t>(address));
     fflush(file);
 }
 

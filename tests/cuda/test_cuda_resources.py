@@ -3,7 +3,9 @@ import re
 import shutil
 
 import pytest
+from emulated import LIBRARY
 
+from bench.launches import Launch, launches
 from pyops.errors import UserError
 from scripts import cuda_resources
 
@@ -42,15 +44,17 @@ def test_the_table_of_cuda_kernels_has_registers_shared_memory_and_spills(tmp_pa
     assert '| small | `fill` |  |  |  | 31 | 384 | 0 |' in lines
 
 
-def test_a_table_of_some_files_keeps_the_lines_of_the_others(tmp_path):
+def test_a_table_of_some_files_keeps_the_lines_of_the_others(tmp_path, monkeypatch):
     no_spills = PTXAS.replace('16 bytes spill stores', '0 bytes spill stores')
     before = resources(tmp_path, no_spills)
     log, page = tmp_path / 'log', tmp_path / 'page.md'
     log.write_text(no_spills.replace('Used 31 reg', 'Used 33 reg').replace('Used 123 reg', 'Used 99 reg'))
     cuda_resources.main(['small', '--log', str(log), '--page', str(page)])
     assert page.read_text() == before.replace('| 31 | 384 | 0 |', '| 33 | 384 | 0 |') != before
+    monkeypatch.setattr(cuda_resources, 'BUILD', tmp_path)
     with pytest.raises(UserError, match='^no_such_file: not found in cuda/ and cuda/common/; give the name of a .cu file'):
         cuda_resources.main(['no_such_file', '--page', str(page)])
+    assert log.exists()                             # the objects of another run are not deleted
 
 
 @pytest.mark.parametrize('log, problem', [
@@ -61,6 +65,51 @@ def test_a_table_of_some_files_keeps_the_lines_of_the_others(tmp_path):
 def test_a_cuda_kernel_that_spills_or_serialises_is_an_error(log, problem, tmp_path):
     with pytest.raises(UserError, match=f'^{problem}$'):
         resources(tmp_path, log)
+
+
+GROUP = '''\
+		Function : _Z4fillPflf
+        /*0010*/                   WARPGROUP.ARRIVE ;
+        /*0070*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0090*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*00a0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+'''
+
+
+@pytest.mark.parametrize('before, after, problem', [
+    ('', '', None),
+    ('!UPT ;', '!UPT, gsb0 ;\n WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n WARPGROUP.ARRIVE ;',
+     'fill: a group of one wgmma instruction: it is serialised'),
+    ('!UPT ;', '!UPT ;\n WARPGROUP.DEPBAR.LE gsb0, 0x0 ;',
+     'fill: a wait within a group of wgmma instructions: it is serialised')])
+def test_a_wait_between_the_instructions_of_a_group_is_found(before, after, problem):
+    assert cuda_resources.waits(GROUP.replace(before, after, 1)) == ([problem] if problem else [])
+
+
+def test_without_a_disassembler_a_note_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(shutil, 'which', lambda tool: None)
+    assert cuda_resources.instructions() == ''
+    assert 'cuobjdump or nvdisasm: not found, so instructions are not checked' in capsys.readouterr().out
+
+
+LAUNCHED = re.compile(r'^\| (\w+) \| `(.+)` \| (\d+) \|$', re.M)
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
+@pytest.mark.parametrize('step', ['seq2seq', 'transformer'])
+def test_the_page_has_the_shared_memory_of_the_launches_of_a_step(step):
+    table = {(file, name): int(size) for file, name, size in LAUNCHED.findall(cuda_resources.PAGE.read_text())}
+    assert len(table) > 10
+    found = cuda_resources.requested(launches(step, 'bf16'))
+    assert found and all(0 < size <= table.get(key, 0) for key, size in found.items()), \
+        'run `python -m scripts.cuda_resources --launches`'
+
+
+def test_the_most_shared_memory_of_a_kernel_counts(monkeypatch):
+    monkeypatch.setattr(cuda_resources, 'symbols', lambda: {16: ('gemm', DWEIGHT), 32: ('small', '_Z4fillPflf')})
+    made = [Launch('dweight', '1,1,1', 128, size, False, 16) for size in (4096, 8192, 0)]
+    made.append(Launch('fill', '1,1,1', 128, 0, False, 32))
+    assert cuda_resources.requested(made) == {('gemm', 'dweight<0>'): 8192}
 
 
 def test_the_page_has_each_kernel_of_the_sources_and_no_other():

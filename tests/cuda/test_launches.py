@@ -11,18 +11,19 @@ from emulated import LIBRARY
 from bench import launches as bench_launches
 from bench.launches import H100, launches, listed
 from pyops.errors import UserError
+from scripts.cuda_resources import symbols
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
 # As in docs/cuda.md.  On a GPU a small kernel takes about as long as its launch.
 LAUNCHES = {('seq2seq', 'fp32'): (40, 32), ('seq2seq', 'bf16'): (41, 33), ('transformer', 'fp32'): (88, 88),
-            ('transformer', 'bf16'): (90, 89), ('base', 'bf16'): (340, 205)}
+            ('transformer', 'bf16'): (90, 89), ('base', 'bf16'): (340, 205), ('gpt2', 'bf16'): (313, 129)}
 
 
 @pytest.mark.parametrize('step,precision', LAUNCHES)
 def test_a_training_step_launches_no_more_kernels_than_the_docs_say(step, precision):
     found = launches(step, precision)
     kernels = {launch.kernel for launch in found}
-    assert {'pack_pairs', 'root_of_squares'} <= kernels
+    assert ({'pack', 'count'} if step == 'gpt2' else {'pack_pairs', 'root_of_squares'}) <= kernels
     all_of_them, early = LAUNCHES[step, precision]
     assert 0.9 * all_of_them < len(found) <= all_of_them
     assert sum(launch.early for launch in found) == early
@@ -43,6 +44,16 @@ def test_the_program_launches_the_kernels_of_the_benchmark_and_those_of_its_loop
     assert len(step) - len(loop) == len(counted)
     for kernel in ('convert', 'forward', 'backward'):   # the copy of the parameters, attention and layer norm
         assert step.count(kernel) == sum(launch.kernel == kernel for launch in counted) > 0
+
+
+def test_a_step_in_two_parts_rounds_its_weights_once(tmp_path):
+    found, _ = listed([sys.executable, '-m', 'transformer.train', '-g', '1', '-f', 'embedded', '--pairs', '400', '--min-count',
+                       '1', '-b', '40', '--accumulate', '2', '-e', '1', '--precision', 'bf16', '--hold-out', '0', '-c',
+                       str(tmp_path)])
+    kernels = [launch.kernel for launch in found]
+    first, _, third, *_ = [i for i, kernel in enumerate(kernels) if kernel == 'pack_pairs']
+    assert kernels[first:third].count('convert') == 1
+    assert kernels[first:third].count('root_of_squares') == 1       # it is one step
 
 
 def test_a_count_without_the_header_of_the_library_names_it(monkeypatch, tmp_path):
@@ -67,6 +78,8 @@ print(json.dumps(backend.get(x).tolist()))
     out = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) == [3.0] * 1000
     *_, line = listed.read_text().splitlines()
-    kernel, grid, threads, shared, cluster, early = line.split('\t')
+    kernel, grid, threads, shared, cluster, early, address = line.split('\t')
     assert 'flat' in kernel and grid == '1,1,1' and int(threads) > 0 and shared == '0' and cluster == '1'
     assert early == '1'                                 # as H100 asks
+    file, symbol = symbols()[int(address, 16)]
+    assert file == 'small' and 'flat' in symbol
