@@ -105,6 +105,12 @@ def test_the_page_has_the_shared_memory_of_the_launches_of_a_step(step):
         'run `python -m scripts.cuda_resources --launches`'
 
 
+def test_each_launched_kernel_has_a_line_with_its_registers():
+    page = cuda_resources.PAGE.read_text()
+    compiled = set(re.findall(r'^\| (\w+) \| `(.+)` \|(?: \d+ \|){6}$', page, re.M))
+    assert {(file, name) for file, name, _ in LAUNCHED.findall(page)} <= compiled
+
+
 def test_the_most_shared_memory_of_a_kernel_counts(monkeypatch):
     monkeypatch.setattr(cuda_resources, 'symbols', lambda: {16: ('gemm', DWEIGHT), 32: ('small', '_Z4fillPflf')})
     made = [Launch('dweight', '1,1,1', 128, size, False, 16) for size in (4096, 8192, 0)]
