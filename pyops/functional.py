@@ -796,13 +796,23 @@ def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *,
     weight (C,): factor of the rows with each label; the mean is weighted with them
     reduction: 'mean', 'sum' (shape ()) or 'none' (the shape of labels)
     label_smoothing: s: the target is 1 - s + s / C for the label and s / C for each other class
+    Floats of x's shape in place of labels are the probabilities of the classes, along axis 1, as in PyTorch: the loss of a row is
+    -sum_c probability[c] log softmax(x)[c], each term times weight[c], and its mean is over all rows.  They may require a
+    gradient.
     Anything but ignore_index is computed with array ops, which store the logarithms of all rows.
     """
     check_class_weight('cross_entropy', weight)
     check_ignore_index('cross_entropy', ignore_index)
     check_reduction('cross_entropy', reduction)
     check_label_smoothing('cross_entropy', label_smoothing)
-    x, labels = _classes_last(tensor(x), labels)
+    x, target = tensor(x), tensor(labels, x)
+    if _are_probabilities(x, target):
+        if ignore_index >= 0:
+            raise ValueError(f'cross_entropy: ignore_index: expected none with probabilities, got {ignore_index}; '
+                             'set the probabilities of ignored rows to 0')
+        target = target if isinstance(labels, Tensor) else Tensor(labels, dtype=x.dtype, device=x.device)
+        return _reduced('cross_entropy', _cross_entropies(x, target, weight, label_smoothing), reduction)
+    x, labels = _classes_last(x, target)
     if weight is None and reduction == 'mean' and not label_smoothing:
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         ids = labels if labels.ndim == 1 else labels.reshape(-1)
@@ -850,6 +860,25 @@ def check_label_smoothing(who: str, label_smoothing: float) -> None:
     """Raise ValueError unless the share of the smoothed target is in its range."""
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f'{who}: label_smoothing: expected 0 to 1, got {label_smoothing}')
+
+
+def _are_probabilities(x: Tensor, target: Tensor) -> bool:
+    """Return whether a target holds probabilities of classes instead of labels.  TypeError for floats of another shape than x."""
+    if target.array.is_mask or target.dtype.kind != 'f':
+        return False
+    if target.shape != x.shape:
+        raise TypeError(f'labels: expected dtype int32, got {target.dtype}; probabilities have the shape of x, {x.shape}')
+    return True
+
+
+def _cross_entropies(x: Tensor, target: Tensor, weight: Numbers | None, smoothing: float) -> Tensor:
+    """Return the loss of each row of x (N, C, ...) or (C,), for probabilities of the same shape."""
+    axis = builtins.min(x.ndim - 1, 1)
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / x.shape[axis]
+    if weight is not None:
+        target = target * tensor(weight, x).reshape(-1, *[1] * (x.ndim - 1 - axis))
+    return -(log_softmax(x, axis) * target).sum(axis)
 
 
 def _classes_last(x: Tensor, labels: Numbers) -> tuple[Tensor, Tensor]:

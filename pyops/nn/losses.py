@@ -28,8 +28,9 @@ class _ClassLoss(Layer):
 class CrossEntropyLoss(_ClassLoss):
     """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index;  x (..., C), labels (...) int32.
 
-    weight (C,), reduction and label_smoothing: as in F.cross_entropy, which also takes x (N, C, ...).
-    On arrays, x is (R, C) and the loss (1,); backward(dloss (1,), ctx) returns dx.
+    weight (C,), reduction and label_smoothing: as in F.cross_entropy, which also takes x (N, C, ...), and probabilities of the
+    classes in place of labels.
+    On arrays, x is (R, C) and the loss (1,); backward(dloss (1,), ctx) returns dx, with probabilities (dx, dprobabilities).
     """
 
     def __init__(self, weight: Numbers | None = None, *, ignore_index: int = -100, reduction: str = 'mean',
@@ -43,7 +44,7 @@ class CrossEntropyLoss(_ClassLoss):
                                label_smoothing=self.label_smoothing)
 
     def forward_arrays(self, x: Array, labels: Array) -> tuple[Array, Any]:
-        if self.weight is not None or self.reduction != 'mean' or self.label_smoothing:
+        if self.weight is not None or self.reduction != 'mean' or self.label_smoothing or labels.dtype.kind == 'f':
             return Layer.forward_arrays(self, x, labels)
         op = ops.CrossEntropy(self.ignore_index, name=self._path or 'loss')
         loss, ctx = op.forward(x, labels)

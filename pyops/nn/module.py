@@ -10,7 +10,7 @@ import copy
 import operator
 import re
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,19 @@ if TYPE_CHECKING:
     from pyops.typing import Array, Init, Numbers, Shape
 
 _ALONE = 'parameter'        # name of a parameter outside any module
+T = TypeVar('T')
+
+
+class Members(list[T]):
+    """A list that next() reads too, as it reads PyTorch's generators.  After next(members), a loop yields the rest."""
+    _rest: Iterator[T] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        return super().__iter__() if self._rest is None else self._rest
+
+    def __next__(self) -> T:
+        self._rest = iter(self)
+        return next(self._rest)
 
 
 class Parameter(Tensor):
@@ -276,20 +289,21 @@ class Module:
                 if isinstance(member, Module):
                     yield from member.named_modules(f'{prefix}.{name}' if prefix else name, seen)
 
-    def modules(self) -> list[Module]:
-        return [module for _, module in self.named_modules()]
+    def modules(self) -> Members[Module]:
+        """Return this module and all below it, each once."""
+        return Members(module for _, module in self.named_modules())
 
-    def named_children(self) -> list[tuple[str, Module]]:
+    def named_children(self) -> Members[tuple[str, Module]]:
         """Return [(name, module)] of the modules that are direct members, each once."""
         found: dict[int, tuple[str, Module]] = {}
         for name, member in self.members():
             if isinstance(member, Module):
                 found.setdefault(id(member), (name, member))
-        return list(found.values())
+        return Members(found.values())
 
-    def children(self) -> list[Module]:
+    def children(self) -> Members[Module]:
         """Return the modules that are direct members, each once."""
-        return [module for _, module in self.named_children()]
+        return Members(module for _, module in self.named_children())
 
     def add_module(self, name: str, module: Module | None) -> None:
         """Set attribute `name` to a module, as register_module."""
@@ -344,22 +358,25 @@ class Module:
         function(self)
         return self
 
-    def _named_parameters(self) -> list[tuple[str, Parameter]]:
+    def _named_parameters(self, prefix: str = '', recurse: bool = True) -> Members[tuple[str, Parameter]]:
         seen = {}
-        for prefix, module in self.named_modules():
+        for path, module in self.named_modules(prefix) if recurse else [(prefix, self)]:
             for name, member in module.members():
                 if isinstance(member, Parameter) and id(member) not in seen:
-                    seen[id(member)] = f'{prefix}.{name}' if prefix else name, member
-        return list(seen.values())
+                    seen[id(member)] = f'{path}.{name}' if path else name, member
+        return Members(seen.values())
 
-    def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """Return [(name, Parameter)] of the tree, each once."""
+    def named_parameters(self, prefix: str = '', recurse: bool = True) -> Members[tuple[str, Parameter]]:
+        """Return [(name, Parameter)] of the tree, each once.
+
+        prefix: the path of this module in the names.  recurse: False: only the direct members.
+        """
         self.root().build()
-        return self._named_parameters()
+        return self._named_parameters(prefix, recurse)
 
-    def parameters(self) -> list[Parameter]:
-        """Return [Parameter] of the tree, each once."""
-        return [parameter for _, parameter in self.named_parameters()]
+    def parameters(self, recurse: bool = True) -> Members[Parameter]:
+        """Return [Parameter] of the tree, each once.  recurse: as in named_parameters."""
+        return Members(parameter for _, parameter in self.named_parameters(recurse=recurse))
 
     @property
     def params(self) -> Parameters:
@@ -434,14 +451,19 @@ class Module:
         setattr(self, name, array)
         self.__dict__.setdefault('_buffers', {})[name] = persistent
 
-    def named_buffers(self, persistent: bool = False) -> list[tuple[str, Array]]:
-        """Return [(name, array)] of the buffers of the tree; with persistent=True only of those in state_dict()."""
-        return [(f'{prefix}.{name}' if prefix else name, getattr(module, name)) for prefix, module in self.named_modules()
-                for name, is_saved in vars(module).get('_buffers', {}).items() if is_saved or not persistent]
+    def named_buffers(self, prefix: str = '', recurse: bool = True, *,
+                      persistent: bool = False) -> Members[tuple[str, Array]]:
+        """Return [(name, array)] of the buffers of the tree; with persistent=True only of those in state_dict().
 
-    def buffers(self) -> list[Array]:
-        """Return the buffers of the tree."""
-        return [array for _, array in self.named_buffers()]
+        prefix, recurse: as in named_parameters.
+        """
+        modules = self.named_modules(prefix) if recurse else [(prefix, self)]
+        return Members((f'{path}.{name}' if path else name, getattr(module, name)) for path, module in modules
+                       for name, is_saved in vars(module).get('_buffers', {}).items() if is_saved or not persistent)
+
+    def buffers(self, recurse: bool = True) -> Members[Array]:
+        """Return the buffers of the tree.  recurse: as in named_parameters."""
+        return Members(array for _, array in self.named_buffers(recurse=recurse))
 
     def to(self, *targets: Any, device: Any = None, dtype: Any = None, non_blocking: bool = False) -> Self:
         """Return self for float32 and the device that it is on.

@@ -270,6 +270,16 @@ CASES = [
           lambda torch, x: torch.nn.functional.cross_entropy(x, torch.tensor(LABELS).long(), reduction='none'), [(2, 5, 3)]),
     *case('cross_entropy-mean-along-axis-1', lambda F, x: F.cross_entropy(x, LABELS),
           lambda torch, x: torch.nn.functional.cross_entropy(x, torch.tensor(LABELS).long()), [(2, 5, 3)], second=False),
+    *(one for words, options in (('', dict()), ('-sum', dict(reduction='sum')), ('-none', dict(reduction='none')),
+                                 ('-smoothed', dict(label_smoothing=0.2)))
+      for one in case(f'cross_entropy-probabilities{words}', lambda F, x, p, options=options: F.cross_entropy(x, p, **options),
+                      lambda torch, x, p, options=options: torch.nn.functional.cross_entropy(x, p, **options),
+                      [(6, 5), (6, 5)], [(2, 5, 3), (2, 5, 3)], [(5,), (5,)], draw=(normal, positive))),
+    *(one for words, options in (('', dict()), ('-none-smoothed', dict(reduction='none', label_smoothing=0.1)))
+      for one in case(f'cross_entropy-probabilities-weight{words}', lambda F, x, p, w, options=options: F.cross_entropy(
+          x, p, w.detach(), **options) + 0 * w.sum(), lambda torch, x, p, w, options=options:
+          torch.nn.functional.cross_entropy(x, p, w.detach(), **options) + 0 * w.sum(),
+          [(6, 5), (6, 5), (5,)], [(2, 5, 3), (2, 5, 3), (5,)], draw=(normal, positive, positive), second=False)),
     *case('linear_cross_entropy', lambda F, x, w, b: F.linear_cross_entropy(x, w, b, LABELS, label_smoothing=0.1),
           lambda torch, x, w, b: torch.nn.functional.cross_entropy(
               torch.nn.functional.linear(x, w, b).reshape(6, 5), torch.tensor(LABELS).long().reshape(6), label_smoothing=0.1),

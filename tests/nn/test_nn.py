@@ -113,6 +113,8 @@ TABLE = [
     *(Row(f'cross_entropy-{how}', lambda how=how: nn.CrossEntropyLoss(reduction=how, label_smoothing=0.1),
           lambda t, how=how: t.CrossEntropyLoss(reduction=how, label_smoothing=0.1), (normal(4, 3), LABELS))
       for how in ('sum', 'none')),
+    *(Row(f'cross_entropy-probabilities-{how}', lambda how=how: nn.CrossEntropyLoss(reduction=how), lambda t, how=how:
+          t.CrossEntropyLoss(reduction=how), (normal(4, 3), PROBABILITIES)) for how in ('mean', 'none')),
     Row('nll', nn.NLLLoss, lambda t: t.NLLLoss(), (normal(4, 3), LABELS)),
     Row('nll-sum', lambda: nn.NLLLoss(ignore_index=1, reduction='sum'), lambda t: t.NLLLoss(ignore_index=1, reduction='sum'),
         (normal(4, 3, 2), np.array([[0, 1], [2, 1], [2, 2], [0, 0]], np.int32))),
@@ -967,6 +969,8 @@ def test_other_errors_name_what_is_wrong():
             (lambda: nn.Tanh(3, 4), TypeError, 'Tanh: expected no arguments, got 2'),
             (lambda: nn.Flatten(2, 1)(normal(2, 3, 4)), ValueError, r'Flatten.*: expected start_dim at or before end_dim'),
             (lambda: F.scaled_dot_product_attention(*[normal(4, 3)] * 3, None, True), ValueError, 'pass is_causal by name'),
+            (lambda: F.cross_entropy(normal(4, 3), normal(4, 2)), TypeError, r'labels: .* have the shape of x, \(4, 3\)'),
+            (lambda: F.cross_entropy(normal(4, 3), normal(4, 3), ignore_index=0), ValueError, 'expected none with probabilities'),
             (lambda: F.cross_entropy(normal(4, 3), LABELS, reduction='max'), ValueError, "reduction: expected 'mean', 'sum'"),
             (lambda: nn.CrossEntropyLoss(label_smoothing=2)(normal(4, 3), LABELS), ValueError, 'label_smoothing: expected 0'),
             (lambda: nn.MaxPool2d(2, return_indices=True), ValueError, 'MaxPool2d: return_indices: expected False, got True'),

@@ -150,6 +150,28 @@ def test_hooks_of_named_arguments_and_of_modules_that_are_hooks():
     assert module.parameters() == [] and counted.root() is counted
 
 
+def test_parameters_and_modules_are_iterators_as_well_as_lists(torch):
+    def program(nn, optim):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
+        assert next(model.parameters()) is model[0].weight and next(model.named_parameters())[0] == '0.weight'
+        assert next(model.modules()) is model and next(model.children()) is model[0]
+        assert next(model.named_children())[0] == '0' and next(model.named_modules()) == ('', model)
+        assert next(model.buffers()) is model[1][0].running_mean and next(model.named_buffers())[0] == '1.0.running_mean'
+        rest = model.parameters()
+        assert next(rest) is model[0].weight and next(rest) is model[0].bias
+        sizes = [p.numel() for p in rest]
+        assert next(rest, None) is None
+        optim.SGD(model.parameters(), 0.1), optim.SGD((p for p in model.parameters()), 0.1)
+        names = [name for name, _ in model.named_parameters('net')], [name for name, _ in model.named_parameters(recurse=False)]
+        buffers = [name for name, _ in model.named_buffers('net') if 'num_batches' not in name], list(model.buffers(recurse=False))
+        own = [tuple(p.shape) for p in model[0].parameters(recurse=False)], list(model[1].parameters(recurse=False))
+        return sizes, sum(p.numel() for p in model.parameters()), names, buffers, own, len(list(model.parameters()))
+
+    assert program(nn, optim) == program(torch.nn, torch.optim)
+    found = nn.Linear(3, 4).parameters()
+    assert len(found) == 2 and found[1].shape == (4,) and list(found) == list(found) == [*found] == found[:]
+
+
 def test_members_by_name():
     class Model(nn.Module):
         def __init__(self):

@@ -32,6 +32,7 @@ optimizer = Adam(model.parameters(), lr=0.1)
 ((model(Tensor(np.ones((2, 3)))) - 1) ** 2).mean().backward()
 optimizer.step()
 reveal_type(model.parameters()[0].grad)
+reveal_type(next(model.parameters()).grad)
 reveal_type(2 * pyops.Tensor([1.0]) @ pyops.Tensor([1.0]))
 reveal_type(ndarray.zeros((2, 3)).sum(axis=0))
 reveal_type(formats.parse('mxfp8'))
@@ -49,6 +50,7 @@ def test_a_type_checker_knows_what_a_program_uses(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = [line.partition(': ')[2] for line in done.stdout.splitlines()]
     assert found[:-1] == [
+        'note: Revealed type is "pyops.autograd.tensor.Tensor | None"',
         'note: Revealed type is "pyops.autograd.tensor.Tensor | None"',
         'note: Revealed type is "pyops.autograd.tensor.Tensor"',
         'note: Revealed type is "pyops.ndarray.NDArray"',
