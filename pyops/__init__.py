@@ -22,11 +22,13 @@ _FROM = {
     'set_exact': 'pyops.backend',
     'enable_grad': 'pyops.autograd',
     'detect_anomaly': 'pyops.autograd',
-    **dict.fromkeys(('arange', 'empty', 'eye', 'float32', 'float64', 'full', 'full_like', 'int32', 'int64', 'linspace',
+    **dict.fromkeys(('arange', 'bool_', 'empty', 'eye', 'float32', 'float64', 'full', 'full_like', 'int32', 'int64', 'linspace',
                      'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like', 'randperm',
                      'tensor', 'zeros', 'zeros_like'), 'pyops.creation'),
     **dict.fromkeys(('concatenate', 'stack', 'where', 'einsum'), 'pyops.autograd.tensor'),
 }
+# PyTorch's other names of dtypes; not in __all__, where they would hide the types of Python
+_DTYPES = {'bool': 'bool_', 'float': 'float32', 'double': 'float64', 'int': 'int32', 'long': 'int64'}
 # modules that `import pyops` alone makes available, imported on first use
 _MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', 'differences', 'distributed', 'fit',
                       'formats', 'functional', 'init', 'ndarray', 'nn', 'ops', 'optim', 'params', 'plan', 'quantization',
@@ -40,6 +42,7 @@ if TYPE_CHECKING:                       # the names of _FROM
     from pyops.backend import set_exact
     from pyops.creation import (
         arange,
+        bool_,
         empty,
         eye,
         float32,
@@ -67,14 +70,15 @@ if TYPE_CHECKING:                       # the names of _FROM
     from pyops.params import seed
     from pyops.text.translator import load
 
-__all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'concatenate', 'cpu', 'detect_anomaly', 'einsum', 'empty', 'enable_grad',
-           'eye', 'float32', 'float64', 'from_dlpack', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'int32', 'int64',
-           'linspace', 'load', 'no_grad', 'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint',
+__all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'bool_', 'concatenate', 'cpu', 'detect_anomaly', 'einsum', 'empty',
+           'enable_grad', 'eye', 'float32', 'float64', 'from_dlpack', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'int32',
+           'int64', 'linspace', 'load', 'no_grad', 'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint',
            'randn', 'randn_like', 'randperm', 'seed', 'set_exact', 'stack', 'tensor', 'use_gpu', 'where', 'zeros',
            'zeros_like']
 
 
 def __getattr__(name: str) -> object:
+    name = _DTYPES.get(name, name)
     if name not in _FROM and name not in _MODULES:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     if name in _MODULES:                # __import__: `from pyops import nn` comes here, too, and importlib takes time
@@ -87,4 +91,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FROM, *_MODULES})
+    return sorted({*globals(), *_FROM, *_DTYPES, *_MODULES})

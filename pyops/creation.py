@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pyops.typing import Numbers
 
 
-# numpy's dtypes by PyTorch's names; int64 is stored as int32
-float32, float64, int32, int64 = np.float32, np.float64, np.int32, np.int64
+# Numpy's dtypes by PyTorch's names.  int64 is another name of int32, the only dtype of integers: x.long().dtype == pyops.int64.
+float32, float64, int32, int64, bool_ = np.float32, np.float64, np.int32, np.int32, np.bool_
 
 
 def _made(array: NDArray, requires_grad: bool) -> Tensor:

@@ -63,7 +63,7 @@ def tensor(x: Numbers, like: Tensor | None = None) -> Tensor:
 
 def _is_double(x: Tensor) -> bool:
     """Return whether x is float64, so that a formula of array ops replaces a kernel, which takes float32."""
-    return x.dtype == np.float64 and not is_interpreted()
+    return x.array.dtype == np.float64 and not is_interpreted()
 
 
 # ---- element by element ------------------------------------------------------------------------------------------------
@@ -676,7 +676,7 @@ def scaled_dot_product_attention(query: Numbers, key: Numbers, value: Numbers, a
         scores = scores + Tensor(np.where(allowed, 0.0, -np.inf), device=q.device)
     if attn_mask is not None:
         mask = tensor(attn_mask, q)
-        if mask.dtype == np.int32 or mask.array.is_mask:
+        if mask.dtype.kind != 'f':
             mask = Tensor(np.where(mask.numpy(), 0.0, -np.inf), device=q.device)
         scores = scores + mask
     return dropout(softmax(scores), dropout_p) @ v
@@ -796,8 +796,8 @@ def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *,
     weight (C,): factor of the rows with each label; the mean is weighted with them
     reduction: 'mean', 'sum' (shape ()) or 'none' (the shape of labels)
     label_smoothing: s: the target is 1 - s + s / C for the label and s / C for each other class
-    Floats of x's shape in place of labels are the probabilities of the classes, along axis 1, as in PyTorch: the loss of a row is
-    -sum_c probability[c] log softmax(x)[c], each term times weight[c], and its mean is over all rows.  They may require a
+    Floats of x's shape in place of labels are the probabilities of the classes, along axis 1, as in PyTorch: the loss of a row
+    is -sum_c probability[c] log softmax(x)[c], each term times weight[c], and the mean is over all rows.  They may require a
     gradient.
     Anything but ignore_index is computed with array ops, which store the logarithms of all rows.
     """
@@ -863,8 +863,8 @@ def check_label_smoothing(who: str, label_smoothing: float) -> None:
 
 
 def _are_probabilities(x: Tensor, target: Tensor) -> bool:
-    """Return whether a target holds probabilities of classes instead of labels.  TypeError for floats of another shape than x."""
-    if target.array.is_mask or target.dtype.kind != 'f':
+    """Return whether a target holds probabilities instead of labels.  TypeError for floats of another shape than x."""
+    if target.dtype.kind != 'f':
         return False
     if target.shape != x.shape:
         raise TypeError(f'labels: expected dtype int32, got {target.dtype}; probabilities have the shape of x, {x.shape}')

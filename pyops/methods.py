@@ -758,11 +758,12 @@ class Methods:
             raise TypeError('to: expected a dtype, a device or an array, got nothing')
         for target in targets:
             if isinstance(target, Methods):
-                y = y.to(target.device, target.dtype)
+                y = y.to(target.device, bool if target._plain().is_mask else target.dtype)
             elif hasattr(target, 'launch') or isinstance(target, str) and target.partition(':')[0] in DEVICE_NAMES:
                 y = y._moved(target)
             elif not isinstance(target, bool):              # by position, PyTorch's non_blocking
-                y = y if np.dtype(target) == y.dtype else y.astype(target)
+                has = np.dtype(bool) if y._plain().is_mask else y.dtype
+                y = y if np.dtype(target) == has else y.astype(target)
         return y.copy() if copy and y is self else y
 
     def clone(self) -> Self:

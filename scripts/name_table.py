@@ -43,6 +43,7 @@ NOTES = {
     'flatten': "`start_dim` and `end_dim` are PyTorch's; a view if strides allow it",
     'expand': 'also -1, as PyTorch', 'dot': "numpy's",
     'astype': 'float32, float64, int32 (any integer dtype), bool (a mask)',
+    'dtype': 'of a mask: bool for a Tensor, for an NDArray the dtype of its memory',
     'copy': 'of a Tensor: gradients flow through it, as through `clone`',
     'floor': 'without a gradient', 'ceil': 'without a gradient', 'sign': 'without a gradient',
     '//': 'without a gradient', '&': 'masks and int32', '|': 'masks and int32', '^': 'masks and int32', '~': 'masks and int32',

@@ -69,7 +69,8 @@ class Recorded:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.array.dtype
+        """The dtype of numpy(): bool for a mask, however it is stored (array.dtype)."""
+        return ndarray.BOOL if self.array.is_mask else self.array.dtype
 
     @property
     def device(self) -> Device:

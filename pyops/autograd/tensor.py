@@ -155,8 +155,8 @@ class Tensor(Recorded, Methods):
     def data(self, value: Numbers) -> None:
         """Replace the array by another of the same shape and dtype."""
         array = as_array(value, self.device)
-        if array.shape != self.shape or array.dtype != self.dtype:
-            raise ValueError(f'data: expected shape {self.shape} and {self.dtype}, got {array.shape} and {array.dtype}')
+        if array.shape != self.shape or array.dtype != self.array.dtype:
+            raise ValueError(f'data: expected shape {self.shape} and {self.array.dtype}, got {array.shape} and {array.dtype}')
         self.array = array
 
     def zero_grad(self) -> None:
@@ -371,7 +371,7 @@ def _operand(tensor: Tensor, other: Any) -> Any:
         return Tensor(other, device=tensor.device)
     if isinstance(other, (np.ndarray, np.generic, list)):
         other = np.asarray(other)
-        keeps = tensor.dtype == np.float64 and other.dtype.kind == 'f'          # do not round to float32 on the way
+        keeps = tensor.array.dtype == np.float64 and other.dtype.kind == 'f'          # do not round to float32 on the way
         return Tensor(other, device=tensor.device, dtype=tensor.dtype if keeps else None)
     return NotImplemented
 

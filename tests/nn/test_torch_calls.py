@@ -87,6 +87,32 @@ def test_to_takes_names_of_devices_dtypes_and_arrays(make):
             call()
 
 
+def test_dtypes_of_masks_and_positions_have_the_names_of_torch(torch):
+    def program(library, x):
+        mask = x > 0
+        found = [mask, ~mask, mask & mask, x.isnan(), mask.any(), x.bool(), mask[0], mask.reshape(-1), mask.clone(), x == x, mask.t(),
+                 library.zeros_like(mask), mask.to(library.bool), x.to(mask)]
+        others = [mask.float(), mask.to(library.float), mask * 2.0, x.to(library.double), mask.double()]
+        ids = [x.argmax(1), x.argsort(-1), x.topk(2)[1], mask.long(), mask.sum(), x.to(library.int64), x.to(library.long)]
+        floats = library.float32, library.float32, library.float32, library.float64, library.float64
+        return ([y.dtype == library.bool for y in found], [y.tolist() for y in (*found, *others, *ids)],
+                [y.dtype == kind for y, kind in zip(others, floats, strict=True)], [y.dtype == library.int64 for y in ids])
+
+    x = normal(3, 4)
+    same, values, floats, positions = program(pyops, Tensor(x))
+    assert (same, values, floats, positions) == program(torch, torch.tensor(x))
+    assert all(same) and all(floats) and all(positions)
+    mask = Tensor(x) > 0
+    assert mask.to(pyops.bool) is mask and mask.numpy().dtype == np.asarray(mask).dtype == mask.dtype == bool
+    plain = ndarray.array(x) > 0
+    assert plain.is_mask and plain.dtype == np.float32 and plain.numpy().dtype == bool
+    assert plain.to(np.bool_) is plain and plain.to(np.float32).tolist() == (x > 0).astype(float).tolist()
+    mask.array[0, 0] = 7                    # numbers again: it is no mask any more
+    assert mask.dtype == np.float32
+    with pytest.raises(TypeError, match='requires_grad: expected a tensor of floats, got bool'):
+        (Tensor(x) > 0).requires_grad_()
+
+
 def test_new_tensors_take_the_name_of_a_device():
     made = [pyops.arange(3, device='cpu'), pyops.tensor([0, 1, 2], device='cpu'), pyops.zeros(3, device='cpu'),
             pyops.full((3,), 1, device='cpu'), pyops.empty(3, device='cpu'), pyops.rand(3, device='cpu')]
@@ -163,7 +189,8 @@ def test_parameters_and_modules_are_iterators_as_well_as_lists(torch):
         assert next(rest, None) is None
         optim.SGD(model.parameters(), 0.1), optim.SGD((p for p in model.parameters()), 0.1)
         names = [name for name, _ in model.named_parameters('net')], [name for name, _ in model.named_parameters(recurse=False)]
-        buffers = [name for name, _ in model.named_buffers('net') if 'num_batches' not in name], list(model.buffers(recurse=False))
+        buffers = [name for name, _ in model.named_buffers('net') if 'num_batches' not in name]
+        assert list(model.buffers(recurse=False)) == []
         own = [tuple(p.shape) for p in model[0].parameters(recurse=False)], list(model[1].parameters(recurse=False))
         return sizes, sum(p.numel() for p in model.parameters()), names, buffers, own, len(list(model.parameters()))
 
