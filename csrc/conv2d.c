@@ -636,3 +636,93 @@ pyops_status pyops_conv2d_backward_weight(float *dweight, float *dbias, const fl
     if (dbias) add_bias_gradient(dbias, dy, N, O, area);
     return PYOPS_OK;
 }
+
+/* ---- doubles, for checks of gradients: a plain loop over the pairs of elements for each map --------------------------- */
+
+/* The positions p of n for which first + p stride is in an axis of `size` elements. */
+static pyops_range inside(int64_t first, int64_t stride, int64_t n, int64_t size) {
+    const int64_t from = first < 0 ? ceil_div(-first, stride) : 0, to = first < size ? ceil_div(size - first, stride) : 0;
+    return (pyops_range){from, pyops_min(to, n)};
+}
+
+/* Run a statement for each element `place` of a plane of y and the element `seen` of a plane of x that position (a, b) of a
+ * filter multiplies there. */
+#define EACH_PAIR(s, a, b, ...) \
+    do { \
+        const int64_t top = (a) * (s)->dilation_h - (s)->pad_h, left = (b) * (s)->dilation_w - (s)->pad_w; \
+        const pyops_range rows = inside(top, (s)->stride_h, (s)->Ho, (s)->H); \
+        const pyops_range cols = inside(left, (s)->stride_w, (s)->Wo, (s)->W); \
+        for (int64_t i = rows.from; i < rows.to; i++) \
+            for (int64_t j = cols.from; j < cols.to; j++) { \
+                const int64_t place = i * (s)->Wo + j; \
+                const int64_t seen = (top + i * (s)->stride_h) * (s)->W + left + j * (s)->stride_w; \
+                __VA_ARGS__; \
+            } \
+    } while (0)
+
+static int64_t multiply_adds(const pyops_conv2d *s) { return s->N * s->O * s->Ho * s->Wo * s->C / s->groups * s->kh * s->kw; }
+
+pyops_status pyops_conv2d_forward_double(double *y, const double *x, const double *weight, SIZES, void *stream) {
+    (void)stream;
+    const pyops_conv2d s = SIZES_OF;
+    const pyops_status status = check_conv2d("conv2d_forward_double", &s);
+    if (status) return status;
+    const int64_t own = C / groups, M = O / groups;
+    PYOPS_FOR(plane, N * O, multiply_adds(&s) > PYOPS_SHARE_FMAS, {
+        const int64_t n = plane / O, o = plane % O;
+        double *const to = y + plane * Ho * Wo;
+        memset(to, 0, (size_t)(Ho * Wo) * sizeof *to);
+        for (int64_t c = 0; c < own; c++) {
+            const double *const from = x + (n * C + o / M * own + c) * H * W;
+            for (int64_t a = 0; a < kh; a++)
+                for (int64_t b = 0; b < kw; b++) {
+                    const double factor = weight[((o * own + c) * kh + a) * kw + b];
+                    EACH_PAIR(&s, a, b, to[place] += factor * from[seen]);
+                }
+        }
+    });
+    return PYOPS_OK;
+}
+
+pyops_status pyops_conv2d_backward_x_double(double *dx, const double *dy, const double *weight, SIZES, void *stream) {
+    (void)stream;
+    const pyops_conv2d s = SIZES_OF;
+    const pyops_status status = check_conv2d("conv2d_backward_x_double", &s);
+    if (status) return status;
+    const int64_t own = C / groups, M = O / groups;
+    PYOPS_FOR(plane, N * C, multiply_adds(&s) > PYOPS_SHARE_FMAS, {
+        const int64_t n = plane / C, g = plane % C / own, c = plane % own;
+        double *const to = dx + plane * H * W;
+        memset(to, 0, (size_t)(H * W) * sizeof *to);
+        for (int64_t o = g * M; o < (g + 1) * M; o++) {
+            const double *const from = dy + (n * O + o) * Ho * Wo;
+            for (int64_t a = 0; a < kh; a++)
+                for (int64_t b = 0; b < kw; b++) {
+                    const double factor = weight[((o * own + c) * kh + a) * kw + b];
+                    EACH_PAIR(&s, a, b, to[seen] += factor * from[place]);
+                }
+        }
+    });
+    return PYOPS_OK;
+}
+
+pyops_status pyops_conv2d_backward_weight_double(double *dweight, const double *dy, const double *x, SIZES, void *stream) {
+    (void)stream;
+    const pyops_conv2d s = SIZES_OF;
+    const pyops_status status = check_conv2d("conv2d_backward_weight_double", &s);
+    if (status) return status;
+    const int64_t own = C / groups, M = O / groups;
+    PYOPS_FOR(filter, O * own, multiply_adds(&s) > PYOPS_SHARE_FMAS, {
+        const int64_t o = filter / own, c = o / M * own + filter % own;
+        for (int64_t a = 0; a < kh; a++)
+            for (int64_t b = 0; b < kw; b++) {
+                double sum = 0.0;
+                for (int64_t n = 0; n < N; n++) {
+                    const double *const of_y = dy + (n * O + o) * Ho * Wo, *const of_x = x + (n * C + c) * H * W;
+                    EACH_PAIR(&s, a, b, sum += of_y[place] * of_x[seen]);
+                }
+                dweight[(filter * kh + a) * kw + b] += sum;
+            }
+    });
+    return PYOPS_OK;
+}

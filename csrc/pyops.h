@@ -182,6 +182,7 @@ PYOPS_API pyops_status pyops_gemm_bf16(
  *              P(x) = (1 + erf(x / sqrt(2))) / 2, the normal distribution function
  * gelu_tanh    y[i] = x[i] s(v(x[i]));                       backward dx[i] = dy[i] s (1 + x[i] (1 - s) v'(x[i]))
  *              s = 1 / (1 + e^-v),  v(x) = sqrt(8 / pi) (x + 0.044715 x^3): x (1 + tanh(v / 2)) / 2
+ * normal_cdf   y[i] = P(x[i]), on doubles and on the CPU only: its name ends in _double
  * y may be x, and dx may be dy, in scale, relu, silu, gelu and gelu_tanh.
  */
 PYOPS_API pyops_status pyops_convert(
@@ -199,6 +200,7 @@ PYOPS_API pyops_status pyops_silu_forward(pyops_real *y, const pyops_real *x, in
 PYOPS_API pyops_status pyops_silu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_gelu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_normal_cdf_double(double *y, const double *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_gelu_tanh_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_gelu_tanh_backward(
     pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
@@ -546,6 +548,7 @@ PYOPS_API pyops_status pyops_batch_norm_backward(
  * x, dx (N,C,H,W)   y, dy (N,O,Ho,Wo)   weight, dweight (O,C/groups,kh,kw)   bias, dbias (O), or NULL
  * conv2d_backward_x       dx = the transpose of this linear map, applied to dy; overwrites
  * conv2d_backward_weight  dweight += sum over n, i, j of dy[n,o,i,j] * the factor of weight above;   dbias += sum dy[n,o,i,j]
+ * The functions that end in _double have no bias and are on the CPU only: plain loops, for checks of gradients.
  * C and O are multiples of groups.
  */
 PYOPS_API pyops_status pyops_conv2d_forward(
@@ -575,6 +578,21 @@ PYOPS_API int64_t pyops_conv2d_backward_weight_work(
     int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
     int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
     int64_t groups);
+PYOPS_API pyops_status pyops_conv2d_forward_double(
+    double *y, const double *x, const double *weight,
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups, void *stream);
+PYOPS_API pyops_status pyops_conv2d_backward_x_double(
+    double *dx, const double *dy, const double *weight,
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups, void *stream);
+PYOPS_API pyops_status pyops_conv2d_backward_weight_double(
+    double *dweight, const double *dy, const double *x,
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups, void *stream);
 
 /* ---- pooling in two dimensions -------------------------------------------------------------
  * The window of y[p,i,j] has rows i stride_h + a dilation_h - pad_h for a < kh, and columns likewise.
@@ -585,6 +603,7 @@ PYOPS_API int64_t pyops_conv2d_backward_weight_work(
  *             n: the elements of the window inside (H,W) or, with count_pad 1, inside (H,W) and pad_h rows and pad_w columns
  *             around it;   dilation 1
  * x, dx (planes,H,W)   y, dy (planes,Ho,Wo)   index (planes,Ho,Wo) int32, saved for backward   dx overwrites   H W < 2^31
+ * On doubles, on the CPU only: the functions that end in _double.
  */
 PYOPS_API pyops_status pyops_max_pool2d_forward(
     float *y, int32_t *index, const float *x,
@@ -600,6 +619,22 @@ PYOPS_API pyops_status pyops_avg_pool2d_forward(
     int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int32_t count_pad, void *stream);
 PYOPS_API pyops_status pyops_avg_pool2d_backward(
     float *dx, const float *dy,
+    int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int32_t count_pad, void *stream);
+PYOPS_API pyops_status pyops_max_pool2d_forward_double(
+    double *y, int32_t *index, const double *x,
+    int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w, void *stream);
+PYOPS_API pyops_status pyops_max_pool2d_backward_double(
+    double *dx, const double *dy, const int32_t *index,
+    int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w, void *stream);
+PYOPS_API pyops_status pyops_avg_pool2d_forward_double(
+    double *y, const double *x,
+    int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int32_t count_pad, void *stream);
+PYOPS_API pyops_status pyops_avg_pool2d_backward_double(
+    double *dx, const double *dy,
     int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
     int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int32_t count_pad, void *stream);
 

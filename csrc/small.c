@@ -3,6 +3,7 @@
  *
  * All are memory-bound.  Threads share fixed chunks or columns, so the order of a sum never depends on their number.
  */
+#include <math.h>
 #include <string.h>
 #include "internal.h"
 
@@ -145,6 +146,13 @@ pyops_status pyops_gelu_tanh_forward(float *y, const float *x, int64_t n, void *
 pyops_status pyops_gelu_tanh_backward(float *dx, const float *dy, const float *x, int64_t n, void *stream) {
     (void)stream;
     return backward("gelu_tanh", pyops_active()->gelu_tanh_back, dx, dy, x, n);
+}
+
+pyops_status pyops_normal_cdf_double(double *y, const double *x, int64_t n, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "normal_cdf_double: n=%lld, expected at least 0", LL(n));
+    PYOPS_FOR(i, n, n > PYOPS_SHARE_EXPS, { y[i] = erfc(-0.70710678118654752 * x[i]) / 2; });     /* x / sqrt(2) */
+    return PYOPS_OK;
 }
 
 pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context, int64_t T, int64_t B, int64_t E,

@@ -44,7 +44,8 @@ from pyops.ops import (
     SiLU,
 )
 from pyops.ops.array import normal_axes
-from pyops.ops.convolution import pair
+from pyops.ops.convolution import pair, sizes_of
+from pyops.ops.double import Convolve, NormalCDF, PoolMaxima, PoolMeans
 from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
@@ -145,6 +146,8 @@ def gelu(x: Numbers, approximate: str = 'none') -> Tensor:
     x = tensor(x)
     if approximate == 'tanh' and _is_double(x):
         return x * (tanh((x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)) + 1) * 0.5
+    if _is_double(x):
+        return x * apply(NormalCDF, x)
     return apply(GELU if approximate == 'none' else GELUTanh, x)
 
 
@@ -691,9 +694,14 @@ def conv2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
     stride, padding, dilation: an int or a pair; padding also 'same', which keeps H and W, or 'valid', which is 0.
     groups: each group of O / groups filters sees its own C / groups channels.
     """
+    x, weight = tensor(x), tensor(weight)
+    settings: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    if _is_double(x):
+        filters = weight.astype(x.dtype)
+        y = _each_image(x, lambda x: apply(Convolve, x, filters, sizes=sizes_of(x.array, filters.array, **settings)))
+        return y if bias is None else y + tensor(bias).reshape(-1, 1, 1)
     parameters = {} if bias is None else {'bias': tensor(bias)}
-    return _each_image(tensor(x), lambda x: apply(
-        Conv2d, x, weight=tensor(weight), **parameters, stride=stride, padding=padding, dilation=dilation, groups=groups))
+    return _each_image(x, lambda x: apply(Conv2d, x, weight=weight, **parameters, **settings))
 
 
 def _each_image(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -723,8 +731,9 @@ def max_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
     kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size.  ceil_mode: round Ho and Wo up, so that
     a last window may reach beyond the padding.  The gradient goes to the first of equal maxima.
     """
-    return _each_image(tensor(x), lambda x: apply(
-        MaxPool2d, x, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation, ceil_mode=ceil_mode))
+    settings: dict[str, Any] = dict(kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation,
+                                    ceil_mode=ceil_mode)
+    return _pooled(tensor(x), MaxPool2d, PoolMaxima, settings)
 
 
 def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
@@ -734,9 +743,16 @@ def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
     kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  ceil_mode: round Ho and Wo up, so that a last
     window may reach beyond the padding; only its elements inside count.  count_include_pad: padding counts as zeros.
     """
-    return _each_image(tensor(x), lambda x: apply(
-        AvgPool2d, x, kernel_size=kernel_size, stride=stride, padding=padding, ceil_mode=ceil_mode,
-        count_include_pad=count_include_pad))
+    settings: dict[str, Any] = dict(kernel_size=kernel_size, stride=stride, padding=padding, ceil_mode=ceil_mode,
+                                    count_include_pad=count_include_pad)
+    return _pooled(tensor(x), AvgPool2d, PoolMeans, settings)
+
+
+def _pooled(x: Tensor, op: Any, of_doubles: Any, settings: dict[str, Any]) -> Tensor:
+    """Apply a pooling to images or to one image."""
+    if _is_double(x):
+        return _each_image(x, lambda x: apply(of_doubles, x, pool=op(**settings)))
+    return _each_image(x, lambda x: apply(op, x, **settings))
 
 
 def max_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0, dilation: int = 1,
@@ -773,13 +789,14 @@ def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
     sizes, given = pair('output_size', output_size, 1), x.shape[-2:]
     if not any(n % size for n, size in zip(given, sizes, strict=True)):
         return avg_pool2d(x, [n // size for n, size in zip(given, sizes, strict=True)])
-    rows, columns = (Tensor(_averages(n, size), device=x.device) for n, size in zip(given, sizes, strict=True))
+    dtype = x.dtype if _is_double(x) else None
+    rows, columns = (Tensor(_averages(n, size), device=x.device, dtype=dtype) for n, size in zip(given, sizes, strict=True))
     return rows @ x @ columns.T
 
 
 def _averages(n: int, size: int) -> np.ndarray:
     """Return the matrix (size, n) whose product with n elements is their averages over `size` windows."""
-    found = np.zeros((size, n), np.float32)
+    found = np.zeros((size, n))
     for i in range(size):
         first, end = i * n // size, -(-(i + 1) * n // size)
         found[i, first:end] = 1 / (end - first)

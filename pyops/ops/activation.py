@@ -103,4 +103,4 @@ class GELUTanh(_Activation):
 
 
 declare(silu_forward=Kernel(), silu_backward=Kernel(), gelu_forward=Kernel(), gelu_backward=Kernel(),
-        gelu_tanh_forward=Kernel(), gelu_tanh_backward=Kernel())
+        gelu_tanh_forward=Kernel(), gelu_tanh_backward=Kernel(), normal_cdf_double=Kernel())

@@ -44,6 +44,17 @@ def check_settings(stride: int | Sequence[int], padding: int | str | Sequence[in
     _Convolution(stride, padding, dilation, groups)
 
 
+def sizes_of(x: Array, weight: Array, stride: int | Sequence[int], padding: int | str | Sequence[int],
+             dilation: int | Sequence[int], groups: int) -> Shapes:
+    """Return the sizes for arrays x (N, C, H, W) and weight (O, C / groups, kh, kw).  ValueError if they do not fit."""
+    (N, C, H, W), (O, own, _, _) = axes('x', x, 'N C H W'), axes('weight', weight, 'O C kh kw')
+    settings = _Convolution(stride, padding, dilation, groups)
+    settings.check_groups('weight', O)
+    if C != own * groups:
+        raise ValueError(f'x: expected shape {(N, own * groups, H, W)}, got {x.shape}')
+    return settings.shapes(x.shape, weight.shape)
+
+
 class Shapes(NamedTuple):
     """The sizes of a convolution, in the order of the header."""
     N: int
@@ -349,4 +360,5 @@ def product_of_windows(s: dict[str, int], array: Any) -> int:
 
 
 declare(conv2d_forward=Kernel(product_of_windows), conv2d_backward_x=Kernel(product_of_windows),
-        conv2d_backward_weight=Kernel(product_of_windows))
+        conv2d_backward_weight=Kernel(product_of_windows), conv2d_forward_double=Kernel(product_of_windows),
+        conv2d_backward_x_double=Kernel(product_of_windows), conv2d_backward_weight_double=Kernel(product_of_windows))

@@ -148,4 +148,5 @@ class AvgPool2d(_Pool):
         return [normal(2, 3, 7, 6)], dict(kernel_size=(3, 2), stride=(2, 1), padding=(1, 0), count_include_pad=False)
 
 
-declare(max_pool2d_forward=Kernel(), max_pool2d_backward=Kernel(), avg_pool2d_forward=Kernel(), avg_pool2d_backward=Kernel())
+declare(**{f'{kind}_pool2d_{way}{suffix}': Kernel() for kind in ('max', 'avg') for way in ('forward', 'backward')
+           for suffix in ('', '_double')})

@@ -21,6 +21,7 @@ LARGEST = 2**31 - 1
 ELEMENTS = {'R': 0}
 WINDOWS = 'H>=1 W>=1 Ho>=1 Wo>=1 kh>=1 kw>=1 stride_h>=1 stride_w>=1 pad_h>=0 pad_w>=0'
 DILATED = f'{WINDOWS} dilation_h>=1 dilation_w>=1'
+POOLINGS = 'forward', 'backward', 'forward_double', 'backward_double'
 SHAPE = 'ndim>=0 ndim<=8'
 GRU = {'lengths': None, 'offsets': None, 'N': 0, 'B': 0}
 RNN = {'c0': None, 'gates': None, 'lengths': None, 'B': 0}
@@ -82,9 +83,10 @@ BOUNDS = [
     ('residual_norm_backward', {'step': None, 'dbranch': None}, 'R>=0 C>=1 p>=0 p<1'),
     ('batch_norm_forward', {}, 'R>=0 C>=0 P>=0 eps>=0'),
     ('batch_norm_backward', {}, 'R>=0 C>=0 P>=0'),
-    ('conv2d_forward conv2d_backward_x conv2d_backward_weight', {}, f'N>=0 C>=1 O>=1 groups>=1 {DILATED}'),
-    ('max_pool2d_forward max_pool2d_backward', {}, f'planes>=0 {DILATED}'),
-    ('avg_pool2d_forward avg_pool2d_backward', {}, f'planes>=0 {WINDOWS}'),
+    ('conv2d_forward conv2d_backward_x conv2d_backward_weight conv2d_forward_double conv2d_backward_x_double '
+     'conv2d_backward_weight_double', {}, f'N>=0 C>=1 O>=1 groups>=1 {DILATED}'),
+    ('max_pool2d_forward max_pool2d_backward max_pool2d_forward_double max_pool2d_backward_double', {}, f'planes>=0 {DILATED}'),
+    ('avg_pool2d_forward avg_pool2d_backward avg_pool2d_forward_double avg_pool2d_backward_double', {}, f'planes>=0 {WINDOWS}'),
     ('pad_rows', {'N': 0}, 'T>=1 B>=0 C>=0 ldx>=1'),
     ('unpad_rows', {'N': 0}, 'T>=1 B>=0 C>=0'),
     ('gru_forward', GRU | {'a': None, 'last': None}, 'T>=1 B>=0 I>=0! H>=1'),
@@ -239,13 +241,13 @@ REFUSED = [
     *(('batch_norm_forward', {name: None}, 'running_mean or running_var is NULL, expected both outside training')
       for name in ('running_mean', 'running_var')),
     *((f'conv2d_{name}', sizes, f'groups=2, expected a divisor of C={sizes["C"]} and O={sizes["O"]}')
-      for name in ('forward', 'backward_x', 'backward_weight')
+      for name in ('forward', 'backward_x', 'backward_weight', 'forward_double', 'backward_x_double', 'backward_weight_double')
       for sizes in ({'groups': 2, 'C': 3, 'O': 2}, {'groups': 2, 'C': 2, 'O': 3})),
     *((f'max_pool2d_{name}', {'planes': 0, 'H': 2**16, 'W': 2**15}, 'H=65536 W=32768, expected a product below 2^31')
-      for name in ('forward', 'backward')),
+      for name in POOLINGS),
     *((f'avg_pool2d_{name}', {'H': 2, 'W': 2, 'stride_h': 2, 'stride_w': 2} | more,
        f'Ho={more.get("Ho", 1)} Wo={more.get("Wo", 1)}, expected windows that start inside the padded plane of H=2 W=2')
-      for name in ('forward', 'backward') for more in ({'Ho': 3}, {'Wo': 3})),
+      for name in POOLINGS for more in ({'Ho': 3}, {'Wo': 3})),
     *(row for kernel in ('pad_rows', 'unpad_rows') for row in (
         *packed(kernel), (kernel, {'offsets': None}, 'expected offsets'))),
     *(row for kernel in ('gru_forward', 'gru_backward') for row in (
