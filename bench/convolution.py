@@ -1,7 +1,7 @@
-"""Time convolutions, pooling, batch norm and a training step of ResNet9 against PyTorch: python -m bench.convolution
+"""Time convolutions, pooling, batch norm, softmax and a training step of ResNet9 against PyTorch: python -m bench.convolution
 
-One thread each.  The contestants take turns; a figure is the median of the CPU time of the calling thread, so other processes
-disturb it little.
+The contestants take turns.  On one thread, the default, a figure is the median of the CPU time of the calling thread, so other
+processes disturb it little.  With --threads it is the median of the elapsed time, which means something on an idle machine only.
 """
 import gc
 import time
@@ -11,7 +11,7 @@ import numpy as np
 from pyops import backend, nn, optim
 from pyops.autograd import Tensor
 from pyops.errors import UserError, exits_cleanly
-from pyops.flags import ArgumentParser
+from pyops.flags import ArgumentParser, positive_int
 
 PROGRAM = 'bench.convolution'
 
@@ -30,6 +30,8 @@ LAYERS = {
     'max pool 2 x 2': ((32, 64, 32, 32), 'MaxPool2d', (2,), {}),
     'max pool 3 x 3, stride 2': ((32, 64, 32, 32), 'MaxPool2d', (3, 2, 1), {}),
     'average pool 2 x 2': ((32, 64, 32, 32), 'AvgPool2d', (2,), {}),
+    'softmax of rows of 31': ((128, 8, 31, 31), 'Softmax', (-1,), {}),
+    'softmax over 8 channels': ((128, 8, 31, 31), 'Softmax', (1,), {}),
 }
 
 
@@ -119,6 +121,7 @@ def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('--seconds', type=float, default=2.0, metavar='S', help='for each line (default 2)')
     p.add_argument('--only', default='', metavar='TEXT', help='only lines whose name contains this text')
+    p.add_argument('--threads', type=positive_int, default=1, metavar='N', help='of both (default 1)')
     args = p.parse_args(argv)
     try:
         import torch
@@ -126,10 +129,13 @@ def main(argv=None):
         raise UserError(f'{PROGRAM} compares with PyTorch, which is not installed: pip install torch') from None
     gc.collect()
     gc.freeze()             # the garbage collector would visit PyTorch's modules again and again
-    torch.set_num_threads(1)
-    backend.set_threads(1)
+    torch.set_num_threads(args.threads)
+    backend.set_threads(args.threads)
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    threads = f'{args.threads} thread{"s" * (args.threads > 1)}'
     rng = np.random.default_rng(0)
-    print(f'{backend.isa()}, PyTorch {torch.__version__}, one thread{"":12}{"pyops":>12}{"PyTorch":>12}{"ratio":>10}')
+    about = f'{backend.isa()}, PyTorch {torch.__version__}, {threads}'
+    print(f'{about:46}{"pyops":>12}{"PyTorch":>12}{"ratio":>10}')
     for name, (shape, layer, arguments, settings) in LAYERS.items():
         x = rng.standard_normal(shape, 'f')
         ours, theirs = (getattr(library, layer)(*arguments, **settings) for library in (nn, torch.nn))
@@ -138,9 +144,9 @@ def main(argv=None):
             what = f'{name}{", backward" if with_backward else ""}'
             if args.only in what:
                 line(what, *medians([forward_and_backward(ours, x, dy, with_backward),
-                                     of_torch(torch, theirs, x, dy, with_backward)], args.seconds))
+                                     of_torch(torch, theirs, x, dy, with_backward)], args.seconds, clock))
     if args.only in 'training step of ResNet9':
-        line('training step of ResNet9, batch 128', *medians(training_steps(torch, 128), args.seconds))
+        line('training step of ResNet9, batch 128', *medians(training_steps(torch, 128), args.seconds, clock))
 
 
 if __name__ == '__main__':

@@ -1541,8 +1541,8 @@ def _where(condition: Any, a: Any, b: Any) -> NDArray:
 @functools.partial(recorded, NDArray)
 def einsum(subscripts: str, *operands: Numbers) -> NDArray:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
-    pyops/einsum.py."""
-    from pyops.einsum import einsum
+    pyops/contraction.py."""
+    from pyops.contraction import einsum
     return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in operands))
 
 

@@ -416,8 +416,8 @@ def pad_axes(x: Tensor, widths: Any, value: float = 0) -> Tensor:
 
 def einsum(subscripts: str, *operands: Numbers) -> Tensor:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
-    pyops/einsum.py."""
-    from pyops.einsum import einsum
+    pyops/contraction.py."""
+    from pyops.contraction import einsum
     return einsum(subscripts, *_tensors(operands))
 
 

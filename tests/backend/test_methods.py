@@ -1,4 +1,8 @@
 """The methods that NDArray and Tensor share, compared with numpy and PyTorch; numpy's functions on both; dtypes; indices."""
+import itertools
+import math
+import pkgutil
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,7 +10,7 @@ from hypothesis import strategies as st
 from places import ON_GPU
 
 import pyops
-from pyops import ndarray
+from pyops import contraction, ndarray
 from pyops.autograd import Tensor
 from pyops.ndarray import NDArray, array
 
@@ -299,7 +303,9 @@ EINSUMS = [('ij,jk->ik', (3, 4), (4, 2)), ('ij,kj', (3, 4), (2, 4)), ('bij,bjk->
            (4, 4)),
            ('i,j->ij', (3,), (4,)), ('i,i->', (4,), (4,)), ('ij,jk,kl->il', (2, 3), (3, 4), (4, 2)), ('ijk->k', (2, 3, 4)),
            ('...ij,...jk->...ik', (2, 1, 3, 4), (5, 4, 2)), ('...i->...', (2, 3)), ('ij,ij->ij', (3, 4), (3, 4)),
-           ('iij,jk->ik', (3, 3, 4), (4, 2)), ('ab,b,a->', (3, 4), (4,), (3,)), ('ij,j->i', (3, 1), (4,))]
+           ('iij,jk->ik', (3, 3, 4), (4, 2)), ('ab,b,a->', (3, 4), (4,), (3,)), ('ij,j->i', (3, 1), (4,)),
+           ('ij,kl->ik', (3, 4), (2, 5)), ('ij,jk,k->i', (3, 4), (4, 5), (5,)), ('i,ij,jk,k->', (2,), (2, 3), (3, 4), (4,)),
+           ('bi,bj,ij,b->ji', (2, 3), (2, 4), (3, 4), (2,)), ('...i,ij,...j,k->...k', (2, 3), (3, 4), (5, 2, 4), (6,))]
 
 
 @pytest.mark.parametrize('subscripts, shapes', [(case[0], case[1:]) for case in EINSUMS], ids=[case[0] for case in EINSUMS])
@@ -308,6 +314,56 @@ def test_einsum_is_numpys(subscripts, shapes):
     want = np.einsum(subscripts, *operands)
     check(ndarray.einsum(subscripts, *map(array, operands)), want)
     check(pyops.functional.einsum(subscripts, *map(Tensor, operands)), want)
+
+
+def test_einsum_is_a_function_of_the_package_after_its_first_use():
+    x = array(numbers(2, 3))
+    for _ in range(2):                      # a module of the same name would replace it
+        check(pyops.einsum('ij->ji', x), x.numpy().T)
+    assert not {module.name for module in pkgutil.iter_modules(pyops.__path__)} & set(pyops._FROM)
+
+
+def least(terms, output, sizes):
+    """Return the least number of multiply-adds of all orders of products, by trying each."""
+    if len(terms) == 1:
+        return 0
+    found = []
+    for i, j in itertools.combinations(range(len(terms)), 2):
+        rest = [term for k, term in enumerate(terms) if k not in (i, j)]
+        letters = terms[i] | terms[j]
+        found.append(math.prod(sizes[c] for c in letters) + least([*rest, letters & output.union(*rest)], output, sizes))
+    return min(found)
+
+
+@pytest.mark.parametrize('seed', range(12))
+def test_einsum_multiplies_in_the_order_of_the_least_multiply_adds(seed, monkeypatch):
+    rng, made, product = np.random.default_rng(seed), [], contraction._product
+    sizes = dict(zip('abcdef', rng.integers(1, 9, 6).tolist(), strict=True))
+    terms = [''.join(rng.choice(list(sizes), rng.integers(1, 4), replace=False)) for _ in range(2 + seed % 4)]
+    output = ''.join(c for c in sizes if c in ''.join(terms))[:2]
+    operands = [np.sign(numbers(*(sizes[c] for c in term), seed=i)) for i, term in enumerate(terms)]      # exact sums
+    used = [frozenset(c for c in term if c in output or sum(c in other for other in terms) > 1) for term in terms]
+
+    def counted(a, of_a, b, of_b, kept):
+        made.append(math.prod(sizes[c] for c in {*of_a, *of_b}))
+        return product(a, of_a, b, of_b, kept)
+
+    monkeypatch.setattr(contraction, '_product', counted)
+    subscripts = f'{",".join(terms)}->{output}'
+    y = contraction.einsum(subscripts, *map(array, operands))
+    check(y, np.einsum(subscripts, *operands))
+    assert len(made) == len(terms) - 1 and sum(made) == least(used, frozenset(output), sizes)
+
+
+def test_einsum_of_many_operands_multiplies_small_ones_first(monkeypatch):
+    made, product = [], contraction._product
+    monkeypatch.setattr(contraction, '_product', lambda a, of_a, b, of_b, kept:
+                        made.append(of_a + of_b) or product(a, of_a, b, of_b, kept))
+    shapes = [(30, 40), (40, 50), (50, 60), (60, 2), (2, 3), (3, 2), (2, 4), (4,)]
+    operands = [np.sign(numbers(*shape, seed=i)) for i, shape in enumerate(shapes)]
+    y = contraction.einsum('ab,bc,cd,de,ef,fg,gh,h->a', *map(array, operands))
+    check(y, np.einsum('ab,bc,cd,de,ef,fg,gh,h->a', *operands, optimize=True))
+    assert made[0] == 'ghh' and made[-1] == 'abb' and all(len(set(letters)) == 2 for letters in made)
 
 
 @pytest.mark.parametrize('subscripts, shapes, text', [

@@ -90,7 +90,7 @@ def test_to_takes_names_of_devices_dtypes_and_arrays(make):
 def test_dtypes_of_masks_and_positions_have_the_names_of_torch(torch):
     def program(library, x):
         mask = x > 0
-        found = [mask, ~mask, mask & mask, x.isnan(), mask.any(), x.bool(), mask[0], mask.reshape(-1), mask.clone(), x == x,
+        found = [mask, ~mask, mask & mask, x.isnan(), mask.any(), x.bool(), mask[0], mask.reshape(-1), mask.clone(), x == 0,
                  mask.t(), library.zeros_like(mask), mask.to(library.bool), x.to(mask)]
         others = [mask.float(), mask.to(library.float), mask * 2.0, x.to(library.double), mask.double()]
         ids = [x.argmax(1), x.argsort(-1), x.topk(2)[1], mask.long(), mask.sum(), x.to(library.int64), x.to(library.long)]
