@@ -731,6 +731,16 @@ class Methods:
         missing = len(sizes) - self.ndim
         return self.broadcast_to(tuple(self.shape[d - missing] if n == -1 and d >= missing else n for d, n in enumerate(sizes)))
 
+    def view_as(self, other: Any) -> Self:
+        """Return x in the shape of another array, as reshape."""
+        return self._reshape(tuple(other.shape))
+
+    reshape_as = view_as
+
+    def expand_as(self, other: Any) -> Self:
+        """Return x broadcast to the shape of another array."""
+        return self.broadcast_to(tuple(other.shape))
+
     def pad(self, widths: Any, value: float = 0) -> Self:
         """Pad with `value`.  widths: ((before, after), ...) per axis, one pair for all axes, or one number, as in np.pad."""
         return self._function('pad_axes')(self, widths, value)
@@ -739,8 +749,8 @@ class Methods:
 
     @property
     def itemsize(self) -> Any:
-        """Bytes per element."""
-        return self.dtype.itemsize
+        """Bytes per element in memory."""
+        return self._plain().dtype.itemsize
 
     @property
     def nbytes(self) -> Any:
@@ -766,6 +776,14 @@ class Methods:
                 y = y if np.dtype(target) == has else y.astype(target)
         return y.copy() if copy and y is self else y
 
+    def type_as(self, other: Any) -> Self:
+        """Convert to the dtype of another array."""
+        return self.to(bool if other._plain().is_mask else other.dtype)
+
+    def is_floating_point(self) -> bool:
+        """Return whether the elements are float32 or float64, and no mask."""
+        return self.dtype.kind == 'f' and not self._plain().is_mask
+
     def clone(self) -> Self:
         """PyTorch's name of copy."""
         return self.copy()
@@ -777,6 +795,10 @@ class Methods:
     def dim(self) -> Any:
         """Return the number of axes."""
         return self.ndim
+
+    def element_size(self) -> Any:
+        """PyTorch's name of itemsize."""
+        return self.itemsize
 
     def contiguous(self) -> Self:
         """Return x if its elements are contiguous in row-major order, else a compact copy."""

@@ -113,6 +113,16 @@ def test_dtypes_of_masks_and_positions_have_the_names_of_torch(torch):
         (Tensor(x) > 0).requires_grad_()
 
 
+@pytest.mark.parametrize('make', [Tensor, ndarray.array])
+def test_shapes_and_dtypes_of_another_array(make):
+    x, other, mask = make(normal(2, 6)), make(np.arange(12).reshape(3, 4)), make(normal(2, 6)) > 0
+    assert x.view_as(other).tolist() == x.reshape_as(other).tolist() == x.numpy().reshape(3, 4).tolist()
+    assert x[:, :1].expand_as(x).tolist() == np.broadcast_to(x.numpy()[:, :1], (2, 6)).tolist()
+    assert x.type_as(other).tolist() == x.numpy().astype(int).tolist() and other.type_as(x).numpy().dtype == np.float32
+    assert x.type_as(mask).numpy().dtype == bool and x.type_as(x) is x and mask.type_as(mask) is mask
+    assert [y.is_floating_point() for y in (x, other, mask)] == [True, False, False] and x.element_size() == 4
+
+
 def test_new_tensors_take_the_name_of_a_device():
     made = [pyops.arange(3, device='cpu'), pyops.tensor([0, 1, 2], device='cpu'), pyops.zeros(3, device='cpu'),
             pyops.full((3,), 1, device='cpu'), pyops.empty(3, device='cpu'), pyops.rand(3, device='cpu')]
