@@ -1,7 +1,7 @@
 """Time convolutions, pooling, batch norm, softmax and a training step of ResNet9 against PyTorch: python -m bench.convolution
 
 The contestants take turns.  On one thread, the default, a figure is the median of the CPU time of the calling thread, so other
-processes disturb it little.  With --threads it is the median of the elapsed time, which means something on an idle machine only.
+processes disturb it little.  With --threads it is the median of the elapsed time, for an idle machine.
 """
 import gc
 import time
