@@ -32,7 +32,7 @@ def leaf(*shape, seed=0):
 def test_tensors_are_made_of_numbers_in_any_form():
     for data, shape, dtype in ((1.5, (), 'float32'), (2, (), 'int32'), ([[1.0, 2], [3, 4]], (2, 2), 'float32'),
                                (np.arange(3), (3,), 'int32'), (np.ones(2, np.float64), (2,), 'float32'),
-                               (np.array([True]), (1,), 'int32'), (np.float32(3), (), 'float32'),
+                               (np.array([True]), (1,), 'bool'), (np.float32(3), (), 'float32'),
                                (ndarray.ones((2, 1)), (2, 1), 'float32'), (Tensor([1, 2]), (2,), 'int32')):
         x = Tensor(data)
         assert x.shape == shape and x.dtype == dtype and not x.requires_grad and x.grad is None and x.is_leaf
