@@ -151,13 +151,13 @@ static int64_t first_task(const call *c, int64_t products, int64_t total, int64_
     if (thread == 0 || thread == threads) return thread ? all : 0;
     if (!c->lengths && !c->q_offsets && !c->k_offsets) return all * thread / threads;
     const double before = (double)total * (double)thread / (double)threads;
-    double sum = 0.0;
-    for (int64_t b = 0; b < c->B; b++) {
-        const double each = (double)cost(c, b, products), next = sum + each * (double)c->heads;
-        if (next >= before && each > 0.0) return b * c->heads + pyops_min(c->heads, (int64_t)((before - sum) / each + 0.5));
-        sum = next;
+    int64_t b = 0;
+    double sum = 0.0, each = (double)cost(c, b, products);
+    while (sum + each * (double)c->heads < before) {        /* ends: less than total, which is above 0 if threads share it */
+        sum += each * (double)c->heads;
+        each = (double)cost(c, ++b, products);
     }
-    return all;
+    return b * c->heads + pyops_min(c->heads, (int64_t)((before - sum) / each + 0.5));
 }
 
 /* Query i of a task may see this many keys, the first ones. */

@@ -378,6 +378,42 @@ def test_blocks_by_their_definition(fmt):
     assert same(np.asarray(get(decode(codes))), got).all()
 
 
+@pytest.mark.parametrize('inner', [1, 5])
+def test_bf16_in_blocks_whose_scale_is_exact_is_bf16(inner):
+    """No format has such blocks, but the kernels accept them; the scale of numbers near 1 is far below 1."""
+    rng, block = np.random.default_rng(5), 32
+    x = (rng.choice((-1, 1), (2, 70, inner)) * rng.uniform(0.5, 1.9, (2, 70, inner))).astype(np.float32)
+    y, number = put(np.full_like(x, np.nan)), parse('bf16').scalars()[1]
+    backend.launch('fake_quantize', y, put(x), None, None, *x.shape, block, number, 0, 1, 0, 0, 0, 0)
+    assert same(np.asarray(get(y)), quantized(x, 'bf16')).all()
+
+
+@pytest.mark.parametrize('inner', [1, 5])
+def test_a_factor_scales_what_is_rounded_in_blocks(inner):
+    x = np.random.default_rng(6).standard_normal((2, 70, inner)).astype(np.float32)
+    y, factor = put(np.full_like(x, np.nan)), np.float32(3.3)
+    backend.launch('fake_quantize', y, put(x), put(np.array([factor])), None, *x.shape, *parse('mxfp8').scalars(), 0)
+    assert same(np.asarray(get(y)), quantized(x * factor, 'mxfp8', 1) / factor).all()
+
+
+@pytest.mark.parametrize('x,target,factor', [
+    ([2, -1], 8, 4), ([0, 0], 8, 1), ([1, np.inf], 8, 1), ([np.nan, 1], 8, 1), ([3e38], 1e-30, 1), ([1e-45], 8, 1), ([], 8, 1)])
+def test_the_factor_of_an_amax_is_1_if_there_is_none(x, target, factor):
+    got = put(np.full(1, np.nan, np.float32))
+    backend.launch('amax_factor', got, put(np.array(x, np.float32)), len(x), float(target))
+    assert get(got)[0] == factor
+
+
+def test_all_codes_of_e5m2_have_the_values_of_ml_dtypes():
+    ml_dtypes = pytest.importorskip('ml_dtypes', reason='ml_dtypes is not installed: pip install ml_dtypes')
+    codes, y = np.arange(256, dtype=np.uint16), put(np.zeros(256, np.float32))
+    number = parse('mxfp8:elem=e5m2').scalars()[1]
+    backend.launch('decode', y, put(codes), None, None, 1, 256, 1, 0, number)
+    want = codes.astype(np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float32)
+    assert np.isinf(want).sum() == 2 and np.isnan(want).sum() == 6
+    assert same(np.asarray(get(y)), want).all()
+
+
 def test_blocks_along_any_axis():
     rng = np.random.default_rng(2)
     for shape, axis in (((5, 70, 3), 1), ((70, 5), 0), ((3, 4, 33), -1), ((2, 40, 700), -2), ((65,), 0), ((33, 1, 2, 600), 0),

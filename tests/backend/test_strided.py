@@ -158,6 +158,30 @@ def test_binary_on_every_layout(layout_a, layout_b, dtype):
             check()
 
 
+@quiet
+@pytest.mark.parametrize('dtype', DTYPES, **ids)
+def test_division_by_0_and_minus_1_and_its_remainder(dtype):
+    """Of integers: a / 0 is 0, and the least number / -1 is itself, as in numpy."""
+    least, largest = (-2**31, 2**31 - 1) if dtype == np.int32 else (-np.inf, np.inf)
+    a, b = (part.astype(dtype) for part in np.meshgrid([0, 1, -1, 7, -7, least, largest], [0, -1, 1, 3, -3, least, largest]))
+    for name in ('floor_divide', 'remainder'):
+        y, check = result(a.shape, dtype)
+        launch('strided_binary', number(name), arrays=(y, a, b))
+        same(y, BINARY[name](a, b))
+        check()
+
+
+@pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
+def test_and_or_xor_of_each_pair(dtype):
+    numbers = [0, 1, -1, 6] if dtype == np.int32 else [0.0, -0.0, 2.5, np.inf, np.nan]
+    a, b = (part.astype(dtype) for part in np.meshgrid(numbers, numbers))
+    for name in ('and', 'or', 'xor'):
+        y, check = result(a.shape, dtype)
+        launch('strided_binary', number(name), arrays=(y, a, b))
+        same(y, BINARY[name](a, b))
+        check()
+
+
 @pytest.mark.parametrize('dtype', ALL_DTYPES, **ids)
 def test_axes_in_any_order_of_memory(dtype):
     """Adjacent axes may be one longer axis in all operands, in some, or in none."""
@@ -273,6 +297,25 @@ def test_conversions_go_towards_zero():
     wide, tall = np.arange(35 * 200, dtype='i').reshape(35, 200), np.empty((200, 35), 'f')
     launch_kernel('strided_from_int32', tall, wide, *geometry(tall, wide.T))
     same(tall, wide.T)
+
+
+@quiet
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_conversions_between_int32_and_float_on_every_layout(layout):
+    rng = np.random.default_rng(15)
+    for shape in SHAPES:
+        x = LAYOUTS[layout](values(rng, shape, np.int32))
+        y, check = result(shape, np.float32)
+        launch_kernel('strided_from_int32', y, x, *geometry(y, x))
+        same(y, x.astype('f'))
+        check()
+        edges = np.array([0.0, -0.0, 1.9, -1.9, 2.0**31, -2.0**31, -2.0**32, np.inf, np.nan], 'f')
+        x = LAYOUTS[layout](rng.choice(edges, shape))
+        y, check = result(shape, np.int32)
+        launch_kernel('strided_to_int32', y, x, *geometry(y, x))
+        inside = (x >= -2.0**31) & (x < 2.0**31)
+        same(y, np.where(inside, np.where(inside, x, 0).astype(np.int64), -2**31).astype(np.int32))
+        check()
 
 
 @on_the_cpu
@@ -404,6 +447,7 @@ def test_nothing_to_reduce_and_nothing_at_all(dtype):
     assert reduce('sum', np.empty((3, 0), dtype), (1,), dtype).tolist() == [[0], [0], [0]]
     with pytest.raises(ValueError, match='no elements'):
         reduce('max', x, (0,), dtype)
+    assert reduce('sum', x, (1,), dtype).shape == (0, 1)
     y = np.empty((0, 3), dtype)
     launch('strided_binary', number('add'), arrays=(y, x, x))
     y, x = np.full((), 5, dtype), np.full((), 2, dtype)
@@ -508,6 +552,20 @@ def test_batched_products_equal_single_ones_bit_for_bit(batch_a, batch_b, M, K, 
             for i in np.ndindex(batch):
                 gemm(want[i], every_a[i], every_b[i], accumulate=bool(accumulate))
             same(c, want)
+
+
+def test_batched_products_leave_what_is_between_their_results():
+    """One b for all, and rows of a without gaps, but results with gaps: no taller matrix."""
+    rng = np.random.default_rng(16)
+    a, b = rng.standard_normal((3, 5, 7)).astype('f'), rng.standard_normal((7, 4)).astype('f')
+    frame = rng.standard_normal((3, 8, 4)).astype('f')
+    before, c = frame.copy(), frame[:, :5]
+    batched(c, a, b, 0)
+    want = np.empty((3, 5, 4), 'f')
+    for one, part in zip(want, a, strict=True):
+        gemm(one, part, b)
+    same(c.copy(), want)
+    same(frame[:, 5:].copy(), before[:, 5:])
 
 
 @on_the_cpu

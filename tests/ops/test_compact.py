@@ -24,7 +24,8 @@ from transformer.model import Config, Transformer
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason='compact weights are for the CPU: run it with --on cpu')
 # groups of 64 rows, chunks of 512, quads of 4 terms, blocks of 256; at most 6 rows of x in a tile
-SIZES = [(1, 1, 1), (2, 3, 4), (5, 64, 5), (6, 65, 256), (7, 130, 257), (13, 512, 63), (40, 600, 300), (0, 70, 8)]
+SIZES = [(1, 1, 1), (2, 3, 4), (5, 64, 5), (6, 65, 256), (7, 130, 257), (13, 512, 63), (40, 600, 300), (0, 70, 8),
+         (1, 600, 1000)]            # shared by threads because the weight is large
 ISAS = 'generic', 'avx2', 'avx2_vnni', 'avx512', 'avx512_vnni'
 
 

@@ -7,11 +7,13 @@ import sys
 
 import numpy as np
 import pytest
+import test_table
 from arrays import RTOL, close, near, normal, of_zeros, parameter, same
 from conftest import ROOT
 from places import ON_GPU, get, launch, of_threads, put
 from rows import (
     AttentionRow,
+    Conv2dRow,
     EmbeddingGRURow,
     FeedForwardRow,
     GRURow,
@@ -489,6 +491,48 @@ def test_residual_norm_has_the_bits_of_residual_and_layer_norm(shape, step):
     assert (dbranch is dx) == (step is None)
     same(get(fused.weight.grad), get(norm.weight.grad), 'd weight')
     same(get(fused.bias.grad), get(norm.bias.grad), 'd bias')
+
+
+@pytest.mark.parametrize('size,settings', [
+    ((1, 16, 5, 48, 16, 3, 3), dict(padding=1)), ((1, 16, 5, 28, 16, 3, 2), {}), ((1, 16, 5, 28, 16, 2, 3), {}),
+    *(((1, 16, 5, 28, 16, 3, 3), {name: pair}) for name in ('stride', 'dilation') for pair in ((1, 2), (2, 1))),
+    ((1, 32, 5, 28, 32, 3, 3), dict(groups=2)), ((1, 16, 5, 28, 15, 3, 3), {}), ((1, 15, 5, 28, 16, 3, 3), {})], ids=str)
+def test_a_convolution_that_lacks_one_property_of_those_computed_in_tiles(size, settings):
+    """The first of the sizes has all, and a last vector of tiles beyond the row."""
+    row = Conv2dRow('-tiles-or-not', **settings)
+    test_table.test_forward_equals_the_formula_in_float64(row, size)
+    test_table.test_backward_equals_the_slope_along_a_random_direction(row, size)
+
+
+@pytest.mark.parametrize('with_lengths', [False, True])
+def test_a_gru_without_dx_has_the_same_bits_in_all_other_gradients(monkeypatch, with_lengths):
+    run = Run(GRURow(False, True, with_lengths), (4, 7, 8, 33))
+    for name, p in run.params.items():
+        p.grad[...] = put(run.noise[name])
+    seen = []
+
+    def without_dx(name, first, *values):
+        if name == 'gru_backward':
+            seen.append(first.shape)
+            first = None
+        backend.launch(name, first, *values)
+    monkeypatch.setattr('pyops.ops.gru.launch', without_dx)
+    again = run.backward()
+    assert seen == [run.grads['x'].shape]
+    for name in run.grads.keys() - {'x'}:
+        same(again[name], run.grads[name], f'd {name}')
+
+
+def test_residual_norm_with_dropout_of_nothing_has_the_bits_without_dropout():
+    rng = np.random.default_rng(3)
+    fused = norm_of_residual(33, rng, p=0.0)[0]
+    x, branch, dy = (put(normal(rng, 70, 33)) for _ in range(3))
+    results = []
+    for step in (put(np.array([7])), None):
+        y, ctx = fused.forward(x, branch, step)
+        results.append([get(part).copy() for part in (y, *fused.backward(dy, ctx))])
+    for name, ours, theirs in zip(('y', 'dx', 'dbranch'), *results, strict=True):
+        same(ours, theirs, name)
 
 
 @pytest.mark.parametrize('C', [5, 256, 8200])
@@ -1295,6 +1339,17 @@ def test_batch_norm_of_images_keeps_the_running_statistics_of_torch(torch):
         twin(torch.tensor(x, dtype=torch.float64))
     close(get(mean), twin.running_mean.numpy(), name='running_mean')
     close(get(var), twin.running_var.numpy(), name='running_var')
+
+
+def test_a_window_beyond_the_plane_has_no_maximum_and_no_gradient():
+    x, y, index, frame = np.arange(4, dtype='f'), np.full(9, np.nan, 'f'), np.full(9, 7, 'i'), np.full(6, -7, 'f')
+    sizes = 1, 2, 2, 3, 3, 1, 1, 1, 1, 0, 0, 1, 1
+    launch('max_pool2d_forward', y, index, x, *sizes)
+    inf = np.inf
+    same(y.reshape(3, 3), np.array([[0, 1, -inf], [2, 3, -inf], [-inf, -inf, -inf]]), 'y')
+    same(index.reshape(3, 3), np.array([[0, 1, -1], [2, 3, -1], [-1, -1, -1]]), 'index')
+    launch('max_pool2d_backward', frame[1:5], np.arange(1, 10, dtype='f'), index, *sizes)
+    same(frame, np.array([-7, 1, 2, 4, 5, -7]), 'dx and what is around it')
 
 
 @pytest.mark.parametrize('training', (0, 1))
