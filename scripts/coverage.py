@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser
-from scripts.generated import update
+from scripts.generated import paragraph, update
 
 PROGRAM = 'scripts.coverage'
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,13 +20,17 @@ PAGE = ROOT / 'docs' / 'reliability.md'
 # Branches that the op table does not take: their files, a part of their line (both regular expressions), and the reason.
 REASONS = [
     ('', r'pyops_scratch|failed|NO_MEMORY|no_memory|if \(!?(scratch|spare|parts|work|packed)\b|&& (scratch|parts|spare)\b'
-     r'|TRY\(|!status|if \(status|: PYOPS_OK;|if \(filled',           # a kernel that another one calls fails for lack of memory
+     r'|TRY\(|REQUIRE\(status|!status|if \(status|: PYOPS_OK;|if \(filled',        # of a kernel that another one calls
      'without memory: `tests/training/test_faults.py` lets each allocation fail'),
     ('dispatch.c|kernels/kernels.inc', '',
      'other instruction sets, and settings of a process: `tests/backend/test_kernels.py` and `test_exact.py` start processes'),
-    ('kernels/', r'^(else )?switch |\bROWS\(1\)', 'made by macros for every height, width and operation: callers use some'),
-    ('', r'\bt\.(next|far|jump) =|k->any_col|k->is_exact|is_bf16|width >= VL|memcpy\(to, &pairs|last == VL|&rows\[VL - 1\]',
+    ('kernels/', r'^(else )?switch |\bROWS\(1\)|^ROUND$',
+     'made by macros for every height, width and operation: callers use some'),
+    ('', r'\bt\.(next|far|jump) =|k->any_col|k->is_exact|j < n; j \+= VL|is_bf16|width >= VL'
+     r'|memcpy\(to, &pairs|last == VL|&rows\[VL - 1\]',
      'tiles and vectors of other instruction sets'),
+    ('linear_argmax.c', r'compare_exchange', 'two threads that change a number in the same moment'),
+    ('gemm.c', r'^if \(!K\) bias_only', 'a packed product of no terms without a bias: no caller has one'),
     ('', r'^(#pragma|_Pragma\("?) *omp', 'made by the compiler: how the threads of OpenMP divide a loop'),
 ]
 
@@ -108,10 +112,11 @@ def table(lines, branches):
              for name, (n, ran, m, taken) in sorted(rows.items(), key=lambda pair: (pair[0] == 'all', pair[0]))]
     reasons = Counter(reason_of(*key[:2]) for key, count in branches.items() if not count)
     text += ['', 'Branches that are not taken:', '']
-    text += [f'- {count}: {reason}' for reason, count in reasons.most_common() if reason]
+    text += [paragraph(f'{count}: {reason}', '- ') for reason, count in reasons.most_common() if reason]
     rest = Counter(file for (file, line, *_), count in branches.items() if not count and not reason_of(file, line))
     if rest:
-        text += [f'- {rest.total()}: without a reason, in {", ".join(f"`{file}` ({n})" for file, n in rest.most_common())}']
+        listed = ', '.join(f'`{file}` ({n})' for file, n in rest.most_common())
+        text.append(paragraph(f'{rest.total()}: without a reason, in {listed}', '- '))
     return '\n'.join([*text, ''])
 
 

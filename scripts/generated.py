@@ -1,5 +1,12 @@
 """Text of a page that a program writes, between the lines <!-- NAME --> and <!-- /NAME -->."""
+import textwrap
+
 from pyops.errors import UserError
+
+
+def paragraph(text, first=''):
+    """Return a text in lines of at most 128 characters.  first: what the first line begins with, as the '- ' of a list."""
+    return textwrap.fill(first + text, 128, subsequent_indent=' ' * len(first), break_long_words=False, break_on_hyphens=False)
 
 
 def update(path, name, text, command, check=False):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser
-from scripts.generated import update
+from scripts.generated import paragraph, update
 
 PROGRAM = 'scripts.mutants'
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,12 +75,14 @@ def table(kernels, tried, killed, survivors):
     lines = [f'Of {kernels} kernels: {killed.total()} of {tried.total()} mutants are killed, '
              f'{killed.total() / tried.total():.1%}.', '', '| the output | mutants | killed |', '|---|---|---|']
     names = {'nothing': 'keeps its content', 'zeros': 'is 0', 'stale': 'comes from another call',
-             'last row': 'keeps its last row', 'last column': 'keeps its last column', 'added': 'is added to its content'}
+             'last row': 'keeps its last row', 'last column': 'keeps its last column', 'share': 'keeps the rows of one thread',
+             'added': 'is added to its content'}
     lines += [f'| {names[kind]} | {tried[kind]} | {killed[kind]} |' for kind in tried]
     if survivors:
         outputs = Counter(f'{mutant.kernel}.{mutant.output}' for mutant in survivors)
         lines += ['', 'The table does not reject all mutants of', '']
-        lines += [f'- `{output}` ({count}): {EXPLAINED.get(output, "not explained")}' for output, count in outputs.items()]
+        lines += [paragraph(f'`{output}` ({count}): {EXPLAINED.get(output, "not explained")}', '- ')
+                  for output, count in outputs.items()]
     return '\n'.join([*lines, ''])
 
 

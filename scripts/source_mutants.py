@@ -16,13 +16,13 @@ from pathlib import Path
 
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, non_negative_int
-from scripts.generated import update
+from scripts.generated import paragraph, update
 
 PROGRAM = 'scripts.source_mutants'
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / 'docs' / 'reliability.md'
-# Survivors that are no gap of the tests, and the reason: files, a part of the line, a part of the change.
-EXPLAINED = [
+# Survivors that change no result, and the reason: files, a part of the line, a part of the change.
+EQUIVALENT = [
     ('batch_norm.c', 'v < 0.0f ?', '', 'both values are 0'),
     ('batch_norm.c', 'P > 1 && c < n', '', 'a sum of one value'),
     ('batch_norm.c', 'r < R; r += ROWS', '<=', 'a block without rows adds 0'),
@@ -42,17 +42,19 @@ EXPLAINED = [
     ('conv2d.c', 'run == ', '', 'which of three ways copies a run'),
     ('conv2d.c', 'const int in_image', '', 'which of two ways writes the result'),
     ('batch_norm.c', 'p < P; p += POSITIONS', '<=', 'a piece without positions adds 0'),
-    ('pool2d.c', 'if (index[i] >= 0)', 'i -> p', 'all windows have an element, or none has: padding is at most half a window'),
     ('strided.c', '.piece = -1,', '', 'any number below 0 says that there is none'),
     ('rnn.c', 'if (p.whole) continue;', '', 'copies of rows that no one reads'),
-    ('dispatch.c', 'have = 0;', '', 'without memory, when there is no buffer of any size'),
     ('topk.c', 'i < chunks && parts', '<=', 'a chunk without columns adds nothing'),
     ('strided.c', 'r.pieces = pyops_min(', '', 'into how many pieces a sum is cut'),
     ('gather.c', 'length <= total - sum', '', 'a later check compares the whole sum; this one keeps it from overflowing'),
     ('scaled_formats.c', 'const int64_t all =', '', 'an early return, and when several threads share the work'),
     ('linear_cross_entropy.c', 'for (int64_t v = 0; v < V; v += COLUMNS)', '<=', 'a chunk without columns adds 0'),
-    ('*.c', 'failed', '', 'without memory, in tests/training/test_faults.py'),
     ('cross_entropy.c', 'C <= PYOPS_NARROW ? 256', '256', 'the size of a block'),
+]
+# Survivors that change a result only where these tests do not look, in the same form.
+ELSEWHERE = [
+    ('dispatch.c', 'have = 0;', '', 'without memory, when there is no buffer of any size'),
+    ('*.c', 'failed', '', 'without memory, in tests/training/test_faults.py'),
 ]
 
 
@@ -98,7 +100,7 @@ def main(argv=None):
             file.write(json.dumps(result) + '\n')
             file.flush()
             if result.outcome in ('survives', 'unreached'):
-                print(f'{result.outcome:9s} : {text_of(result.mutation, build)}', flush=True)
+                print(f'{result.outcome:9s} : {text_of(result.mutation)}', flush=True)
             return time.perf_counter() - start > args.seconds
         if args.seconds:
             source_mutants.run(build, reach, todo, note)
@@ -110,8 +112,8 @@ def main(argv=None):
     if args.save and args.barriers:
         update(PAGE, 'barriers', barrier_text(results, len(drawn)), f'python -m {PROGRAM} --barriers --save')
     elif args.save:
-        update(PAGE, 'source mutants', table(args, build, results, len(drawn)), f'python -m {PROGRAM} --save')
-    return int(any(not reason_of(mutation, build) for mutation in open_))
+        update(PAGE, 'source mutants', table(args, len(build.files), results, len(drawn)), f'python -m {PROGRAM} --save')
+    return int(any(not reason_of(mutation) for mutation in open_))
 
 
 def barrier_text(results, all_barriers):
@@ -123,34 +125,41 @@ def barrier_text(results, all_barriers):
     return '\n'.join([text, *([''] if listed else []), *listed, ''])
 
 
-def reason_of(mutation, build):
-    """Return the reason of a survivor, None if there is none."""
+def reason_of(mutation, rules=None):
+    """Return the reason of a survivor by the rules, all by default; None if there is none."""
     line = (ROOT / 'csrc' / mutation.file).read_text().split('\n')[mutation.line - 1]
     change = f'{mutation.old} -> {mutation.new}'
-    return next((reason for file, part, changes, reason in EXPLAINED
+    return next((reason for file, part, changes, reason in rules or EQUIVALENT + ELSEWHERE
                  if fnmatch.fnmatch(mutation.file, file) and part in line and changes in change), None)
 
 
-def text_of(mutation, build):
+def text_of(mutation):
     line = (ROOT / 'csrc' / mutation.file).read_text().split('\n')[mutation.line - 1].strip()
-    reason = reason_of(mutation, build)
+    reason = reason_of(mutation)
     return f'{mutation}\n            {line}' + (f'\n            ({reason})' if reason else '')
 
 
-def table(args, build, results, all_changes):
-    """Return the text of the page."""
+def table(args, files, results, all_changes):
+    """Return the text of the page.  A change that alters no result cannot be killed, so both rates are given: of all
+    changes, and of those that can alter a result, as mutation scores are usually defined."""
     from source_mutants import KILLED, KINDS
     counts = Counter(result.outcome for result in results.values())
     killed = sum(counts[name] for name in KILLED)
-    survivors = [r.mutation for r in results.values() if r.outcome in ('survives', 'unreached')]
-    explained = [(mutation, reason) for mutation in survivors if (reason := reason_of(mutation, build))]
+    survivors = sorted(r.mutation for r in results.values() if r.outcome in ('survives', 'unreached'))
+    by_reason = {name: defaultdict(list) for name in ('equivalent', 'elsewhere', 'none')}
+    for mutation in survivors:
+        name = 'equivalent' if reason_of(mutation, EQUIVALENT) else 'elsewhere' if reason_of(mutation) else 'none'
+        by_reason[name][reason_of(mutation)].append(mutation)
+    equivalent = sum(map(len, by_reason['equivalent'].values()))
     tried = killed + len(survivors)
-    lines = [f'{len(results)} of {all_changes} possible changes (seed {args.seed}) of {len(build.files)} files, on {args.isa}: '
-             f'{counts["equal"]} give equal object code, {counts["invalid"]} do not compile. Of the other {tried}, {killed} '
-             f'are killed, {killed / tried:.1%}: {counts["test"]} by a test, {counts["crash"]} by a crash, {counts["time"]} by '
-             f'the limit of time. Of {len(survivors)} survivors {len(explained)} are explained below; {counts["unreached"]} '
-             'are in functions that no recorded test runs.', '',
-             '| change | tried | killed |', '|---|---|---|']
+    rates = [killed / max(n, 1) for n in (tried - equivalent, tried)]
+    lines = [paragraph(
+        f'{len(results)} of {all_changes} possible changes (seed {args.seed}) of {files} files, on {args.isa}: '
+        f'{counts["equal"]} give equal object code, {counts["invalid"]} do not compile. Of the other {tried}, {killed} are '
+        f'killed: {counts["test"]} by a test, {counts["crash"]} by a crash, {counts["time"]} by the limit of time. '
+        f'{len(survivors)} survive, {equivalent} of which alter no result; {counts["unreached"]} are in functions that no '
+        f'recorded test runs. So {rates[0]:.1%} of the changes that can alter a result are killed, {rates[1]:.1%} of all.'), '',
+        '| change | tried | killed |', '|---|---|---|']
     by_kind = defaultdict(Counter)
     by_file = defaultdict(Counter)
     for mutation, result in results.items():
@@ -158,19 +167,16 @@ def table(args, build, results, all_changes):
             by_kind[mutation.kind][result.outcome in KILLED] += 1
             by_file[mutation.file][result.outcome in KILLED] += 1
     lines += [f'| {KINDS[kind]} | {by_kind[kind].total()} | {by_kind[kind][True]} |' for kind in KINDS if by_kind[kind]]
-    lines += ['', 'Killed changes of each file: ' + ', '.join(
-        f'`{file}` {count[True]}/{count.total()}' for file, count in sorted(by_file.items())) + '.', '']
-    reasons = defaultdict(list)
-    for mutation, reason in explained:
-        reasons[reason].append(mutation)
-    if reasons:
-        lines += ['Survivors that change no result:', '']
-        for reason, found in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
-            lines.append(f'- {reason}: ' + ', '.join(f'`{m.file}:{m.line}`' for m in sorted(found)))
-    rest = sorted(set(survivors) - {mutation for mutation, _ in explained})
-    if rest:
-        lines += ['', 'Survivors without an explanation:', '']
-        lines += [f'- `{mutation}`' for mutation in rest]
+    lines += ['', paragraph('Killed changes of each file: ' + ', '.join(
+        f'`{file}` {count[True]}/{count.total()}' for file, count in sorted(by_file.items())) + '.')]
+    titles = {'equivalent': 'Survivors that alter no result:', 'elsewhere': 'Survivors in cases that these tests do not have:'}
+    for name, title in titles.items():
+        reasons = sorted(by_reason[name].items(), key=lambda pair: (-len(pair[1]), pair[0]))
+        lines += ['', title, ''] if reasons else []
+        for reason, found in reasons:
+            lines.append(paragraph(f'{reason}: ' + ', '.join(f'`{m.file}:{m.line}`' for m in found), '- '))
+    if rest := by_reason['none'][None]:
+        lines += ['', 'Survivors without an explanation:', '', *(f'- `{mutation}`' for mutation in rest)]
     return '\n'.join([*lines, ''])
 
 

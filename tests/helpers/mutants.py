@@ -16,16 +16,18 @@ from rows import EACH, EXAMPLES, SMALL, Run
 from pyops.backend import HOST, library
 from pyops.backend.device import HOST_ARGUMENTS
 
-KINDS = 'nothing', 'zeros', 'stale', 'last row', 'last column', 'added'
+KINDS = 'nothing', 'zeros', 'stale', 'last row', 'last column', 'share', 'added'
 TESTS = (test_table.test_forward_equals_the_formula_in_float64, test_table.test_backward_equals_central_differences,
          test_table.test_parameter_gradients_add_and_activation_gradients_overwrite,
          test_table.test_writes_stay_inside_and_nothing_uninitialised_is_read)
+AXES = {'last row': 2, 'last column': 2, 'share': 1}        # that an output has at least
 ROWS_TRIED = 6              # rows of a kernel on which a mutant is tried, before it counts as a survivor
 
 
 class Mutant(NamedTuple):
-    """kind: one of KINDS.  The output keeps its content from before the launch (nothing), only in its last row or last column,
-    becomes 0 (zeros) or the output of another launch (stale), or the result is added to its content (added)."""
+    """kind: one of KINDS.  The output keeps its content from before the launch (nothing), only in its last row, last column or
+    in the rows of one thread (share), becomes 0 (zeros) or the output of another launch (stale), or the result is added to its
+    content (added)."""
     kernel: str
     output: str
     kind: str
@@ -77,10 +79,20 @@ def launches():
     return Launches({kernel: list(rows) for kernel, rows in found.rows.items()}, found.outputs)
 
 
+def share_of(y):
+    """Return the part of an output that the second of three threads writes, as a view: its rows in the middle, at least one.
+    If there is one row, the threads share what is in it."""
+    y = np.atleast_1d(y)
+    while len(y) == 1 and y.ndim > 1:
+        y = y[0]
+    first = len(y) // 3
+    return y[first:max(first + 1, 2 * len(y) // 3)]
+
+
 def mutants(kernels=None):
     """Return the Mutants of these kernels, by default of all that the op table launches."""
     return [Mutant(kernel, output, kind) for (kernel, output), axes in sorted(launches().outputs.items())
-            for kind in KINDS if (kernels is None or kernel in kernels) and not (kind.startswith('last') and axes < 2)]
+            for kind in KINDS if (kernels is None or kernel in kernels) and axes >= AXES.get(kind, 0)]
 
 
 def killer(mutant):
@@ -106,6 +118,8 @@ def killer(mutant):
             y[-1:] = before[-1:]
         elif mutant.kind == 'last column':
             y[..., -1:] = before[..., -1:]
+        elif mutant.kind == 'share':
+            share_of(y)[...] = share_of(before)
         else:
             y[...] = y + before
 

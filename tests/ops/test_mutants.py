@@ -58,3 +58,12 @@ def test_launches_are_seen_with_their_outputs():
     with mutants.wrapped(note):
         Run(row, size)
     assert dict(seen)['layer_norm_backward'] == {'dx': True, 'dweight': True, 'dbias': True}
+
+
+@pytest.mark.parametrize('shape,share', [
+    ((), [0]), ((1,), [0]), ((2,), [0]), ((3,), [1]), ((7,), [2, 3]), ((6, 2), [4, 5, 6, 7]), ((1, 1, 4), [1])])
+def test_the_share_of_a_thread_is_a_part_in_the_middle_that_can_be_written(shape, share):
+    y = np.arange(np.prod(shape)).reshape(shape)
+    assert mutants.share_of(y).reshape(-1).tolist() == share
+    mutants.share_of(y)[...] = -1
+    assert np.flatnonzero(y == -1).tolist() == share

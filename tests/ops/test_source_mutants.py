@@ -1,13 +1,19 @@
 """Changes of C sources are drawn, compiled and judged as `make source-mutants` states; that command tries hundreds."""
 import collections
+import fnmatch
 import os
+import re
 import signal
 import time
+import types
 
 import pytest
 import source_mutants
 from places import on_the_cpu
-from source_mutants import Mutation, mutations_of
+from source_mutants import Mutation, Result, mutations_of
+
+from scripts.coverage import REASONS
+from scripts.source_mutants import ELSEWHERE, EQUIVALENT, table
 
 pytestmark = on_the_cpu
 REQUIRE = 'REQUIRE(n >= 0, "n=%d, expected a + b", n + 1);'
@@ -132,3 +138,36 @@ def test_explicit_barriers_and_those_of_loops_are_found():
             return {'a.c': TEXT_OF_REGION}
     assert [m.applied(TEXT_OF_REGION).splitlines()[m.line - 1] for m in source_mutants.barriers(Build())] == [
         ' /* why */', '        #pragma omp for schedule(static) nowait', '        #pragma omp single nowait']
+
+
+def test_each_rule_about_survivors_and_branches_fits_a_line_of_today():
+    sources = {str(path.relative_to(source_mutants.ROOT / 'csrc')): path.read_text().splitlines()
+               for path in (source_mutants.ROOT / 'csrc').rglob('*.*')}
+    for file, part, _, reason in EQUIVALENT + ELSEWHERE:
+        assert any(part in line for name in fnmatch.filter(sources, file) for line in sources[name]), (file, part, reason)
+    for files, part, reason in REASONS:
+        assert any(re.search(part, line.strip()) for name in sources if re.match(files, name) for line in sources[name]), reason
+
+
+def result_of(file, part, old, new, outcome):
+    """The Result of a change of the first line of a file with a part."""
+    lines = (source_mutants.ROOT / 'csrc' / file).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if part in text)
+    return Result(Mutation(file, line, 0, 1, old, new, 'constant'), outcome)
+
+
+def test_survivors_that_change_no_result_are_not_counted_against_the_tests():
+    results = [result_of('rnn.c', 'if (p.whole) continue;', 'p.whole', 'x', 'survives'),
+               result_of('linear_cross_entropy.c', 'failed', '0', '1', 'survives'),
+               result_of('rnn.c', 'pyops_rnn_forward(', '0', '1', 'unreached'),
+               *(result_of('gemm.c', 'bias_only', '0', str(new), 'test') for new in range(5)),
+               result_of('gru.c', 'clear_rest', '0', '1', 'crash'), result_of('gru.c', 'multiply', '0', '1', 'invalid')]
+    text = table(types.SimpleNamespace(seed=1, isa='avx2'), 3, {result.mutation: result for result in results}, 1000)
+    words = ' '.join(text.split())
+    assert '10 of 1000 possible changes (seed 1) of 3 files, on avx2: 0 give equal object code, 1 do not compile.' in words
+    assert 'Of the other 9, 6 are killed: 5 by a test, 1 by a crash, 0 by the limit of time.' in words
+    assert '3 survive, 1 of which alter no result; 1 are in functions that no recorded test runs.' in words
+    assert 'So 75.0% of the changes that can alter a result are killed, 66.7% of all.' in words
+    parts = 'alter no result:', 'copies of rows', 'do not have:', 'without memory', 'without an explanation:', 'csrc/rnn.c:'
+    assert [text.index(part) for part in parts] == sorted(text.index(part) for part in parts)
+    assert max(map(len, text.splitlines())) <= 128

@@ -306,6 +306,14 @@ def test_groups_that_differ_in_defaults_alone_share_a_table():
     assert list(flag_tables.table(rows[:1]))[2:] == ['| `--size N` | a size \\| of `--all` `$PYOPS_DATA` | 1 |']
 
 
+def test_generated_text_is_wrapped_between_words():
+    text = generated.paragraph(', '.join(f'`some-file_{n}.c` ({n})' for n in range(40)), '- ')
+    lines = text.splitlines()
+    assert len(lines) > 3 and max(map(len, lines)) <= 128 and lines[0].startswith('- `some-file_0.c` (0), ')
+    assert all(line.startswith('  ') for line in lines[1:]) and text.count('`some-file_') == 40
+    assert generated.paragraph('one line') == 'one line'
+
+
 def test_a_page_without_marks_is_refused(tmp_path):
     (tmp_path / 'page.md').write_text('<!-- flags -->\n')
     with pytest.raises(UserError, match='page.md: expected the lines <!-- flags --> and <!-- /flags -->'):
