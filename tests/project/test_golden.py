@@ -1,4 +1,6 @@
 """Files of every format version, written by the version named in tests/golden/README.md, can still be read."""
+import importlib
+import io
 import json
 import shutil
 
@@ -7,19 +9,23 @@ import pytest
 from conftest import ROOT
 
 import pyops
-from pyops import action_file, checkpoint
+from pyops import action_file, cache, checkpoint
 from pyops.errors import UserError
 from pyops.inspect.logs import Logs
 from pyops.steplog import Timeline
+from pyops.text.corpus import Corpus
+from pyops.text.mapped import Packed
 from seq2seq import train, translate
 
 GOLDEN = ROOT / 'tests' / 'golden'
 CHECKPOINTS = sorted(GOLDEN.glob('checkpoint_*'))
+TRANSFORMERS = sorted(GOLDEN.glob('transformer_*'))
 SENTENCES = 'Go on.', 'Help me!', 'I am well.'
 
 
 def test_there_is_a_file_of_every_version():
     assert [path.name for path in CHECKPOINTS] == [f'checkpoint_{n + 1}' for n in range(checkpoint.VERSION)]
+    assert f'transformer_{checkpoint.VERSION}' in [path.name for path in TRANSFORMERS]
     listed = (GOLDEN / 'README.md').read_text()
     assert all(f'`{path.name}`' in listed for path in GOLDEN.iterdir() if path.name != 'README.md')
     assert sum(path.stat().st_size for path in GOLDEN.rglob('*') if path.is_file()) < 200_000
@@ -37,12 +43,13 @@ def test_a_model_that_was_trained_on_padding_is_refused_because_it_would_transla
             call()
 
 
-@pytest.mark.parametrize('folder', CHECKPOINTS[1:], ids=lambda path: path.name)
+@pytest.mark.parametrize('folder', [*CHECKPOINTS[1:], *TRANSFORMERS], ids=lambda path: path.name)
 def test_a_checkpoint_translates_as_it_did_and_is_trained_further(folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path / 'run')
     (path,) = (tmp_path / 'run').glob('*.safetensors')
     tensors, state = checkpoint.load(path)
     facts = json.loads((folder / 'facts.json').read_text())
+    train, translate = (importlib.import_module(f"{state['program']}.{name}") for name in ('train', 'translate'))
     assert {name: float(np.abs(tensor, dtype=np.float64).sum()) for name, tensor in tensors.items()} == facts['sums']
     translate.main(['-c', str(tmp_path / 'run'), *SENTENCES])
     assert capsys.readouterr().out.splitlines()[-len(SENTENCES):] == facts['translations']
@@ -71,3 +78,31 @@ def test_a_kernel_call_is_replayed():
 def test_the_steps_of_a_run_are_read():
     timeline = Timeline(GOLDEN / 'checkpoint_2')
     assert len(timeline) > 0 and np.isfinite(timeline.values).all() and timeline.sessions[0].facts['program'] == 'seq2seq'
+
+
+@pytest.mark.parametrize('folder', sorted(GOLDEN.glob('packed_*')), ids=lambda path: path.name)
+def test_a_packed_corpus_has_its_sentences_and_is_trained_on(folder, tmp_path):
+    packed, facts = Packed(str(folder)), json.loads((folder / 'facts.json').read_text())
+    sides = packed.vocabularies()
+    for part, sentences in facts.items():
+        pairs = packed.pairs(part)
+        got = [[side.sentence(table[n]) for side, table in zip(sides, (pairs.source, pairs.labels), strict=True)]
+               for n in range(len(pairs))]
+        assert got == sentences and sentences
+    train.main(['-f', str(folder), '-e', '1', '-b', '12', '--embedding', '8', '--hidden', '12', '--layers', '1', '-d', '0',
+                '--threads', '1', '-c', str(tmp_path / 'run')])
+    assert checkpoint.find(tmp_path / 'run').state['run']['epoch'] == 1
+
+
+def test_the_tokens_of_a_corpus_are_read_from_a_file_of_the_cache(tmp_path, monkeypatch):
+    """The key of such a file has a hash of the source code; here it is a word."""
+    monkeypatch.setenv('PYOPS_CACHE', str(tmp_path))
+    monkeypatch.setattr(cache, 'digest', lambda *_: b'golden')
+    (file,) = (GOLDEN / 'cache_1').iterdir()
+    (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / file.name).chmod(0o600)
+
+    def parse():
+        raise AssertionError('the file of the cache was not read')
+    found, text = Corpus.cached('pairs', io.BytesIO(), parse, None), Corpus.load(GOLDEN / 'pairs.txt')
+    assert len(found) == 36 and list(found.sources) == list(text.sources) and list(found.targets) == list(text.targets)
