@@ -54,11 +54,16 @@ from pyops.quantization import Recipe
 
 @dataclass
 class Built:
-    """An op ready to run: float inputs and parameters by name, and constants (ids, labels, step) that have no gradient."""
+    """An op ready to run: float inputs and parameters by name, and constants (ids, labels, step) that have no gradient.
+
+    dy: the upstream gradient, None for a random one;  noise: the size of the numbers to which gradients of parameters add
+    """
     op: Any
     inputs: dict
     params: dict
     constants: dict = field(default_factory=dict)
+    dy: Any = None
+    noise: float = 1.0
 
     def arguments(self):
         """Return the arguments of forward by name, in its order: ids come first, other constants last."""
@@ -591,7 +596,7 @@ class EmbeddingGRURow:
     """False for context, with_h0 or with_lengths omits that argument."""
     sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 24, 16, 64),
              (4, 13, 700, 8, 5, 33))                                                             # T, B, V, E, C, H
-    large = (9, 251, 300, 24, 16, 64)
+    large = (9, 251, 2000, 64, 16, 48)      # enough different tokens for products on several threads
 
     def __init__(self, reset_before, context, with_h0, with_lengths=False):
         self.name = (f'embedding_gru-reset-{"before" if reset_before else "after"}{"" if context else "-no-context"}'
@@ -999,13 +1004,13 @@ class Run:
     def __init__(self, row, size, backward=True, place=put):
         self.row, self.built = row, row.build(size, np.random.default_rng(0))
         b, rng = self.built, np.random.default_rng(1)
-        self.noise = {name: normal(rng, *value.shape) for name, value in b.params.items()}
+        self.noise = {name: normal(rng, *value.shape, scale=b.noise) for name, value in b.params.items()}
         self.params = {name: Parameter(name, place(value), put(self.noise[name].copy())) for name, value in b.params.items()}
         self.op = b.op(**self.params)
-        self.placed = {name: place(value) for name, value in b.arguments().items()}
+        self.placed = {name: place(value) if isinstance(value, np.ndarray) else value for name, value in b.arguments().items()}
         y, self.ctx = self.op.forward(*self.placed.values())
         self.y = get(y)
-        self.dy = normal(rng, *self.y.shape)
+        self.dy = normal(rng, *self.y.shape) if b.dy is None else b.dy
         if backward:
             self.grads = self.backward()
 
