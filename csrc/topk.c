@@ -128,7 +128,7 @@ static pyops_status topk(const char *who, int32_t *index, float *logp, float *wo
         float *const weight_packed = scratch + product, *const z = weight_packed + packed;
         uint64_t *const own = (uint64_t *)(z + block);
         if (scratch) memset(own, 0, (size_t)(R * k) * sizeof *own);
-        #pragma omp for schedule(static)
+        #pragma omp for schedule(static) nowait
         for (int64_t v = 0; v < V; v += COLUMNS) {
             const int64_t n = pyops_min(COLUMNS, V - v);
             if (scratch && packed && R > PYOPS_FEW_ROWS)
