@@ -24,7 +24,7 @@ from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
 
 PROGRAM = 'bench.floor'
-ATTEMPTS = 3            # measurements of a product that is below the floor: other processes may have disturbed the first
+ATTEMPTS = 3            # measurements of what is below the floor: other processes may have disturbed the first
 ROUNDS = 2_000_000      # of a measurement of the limit: milliseconds, so that waking threads is negligible
 LEAST = 2**26           # multiply-adds of the products that are checked: smaller ones depend on what else is in the caches
 
@@ -105,8 +105,11 @@ def main(argv=None):
         if rate < args.share * limit:
             below.append(name)
 
-    found = limits()
-    best = max(found, key=found.__getitem__)
+    for _ in range(ATTEMPTS):
+        found = limits()
+        best = max(found, key=found.__getitem__)
+        if found[backend.isa()] >= args.share * found[best]:
+            break
     line(f'{backend.isa()} kernels; the fastest are {best}', found[backend.isa()], found[best])
     for name, run, flops, factor in cases(products):
         run()
