@@ -14,8 +14,9 @@ from bench.results import ROOT
 from pyops.errors import UserError
 from pyops.flags import positive_int
 
-NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile', 'jax': 'JAX', 'jax-scan': 'JAX scan',
-         'llmc': 'llm.c'}
+RECOMPUTE = '-recompute'        # end of our kind if the backward pass computes activations again
+NAMES = {'ours': 'pyops', 'ours' + RECOMPUTE: 'pyops recompute', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile',
+         'jax': 'JAX', 'jax-scan': 'JAX scan', 'llmc': 'llm.c'}
 BF16 = '-bf16'          # end of the kind of a contestant whose products have bfloat16 factors: for PyTorch autocast
 NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()}
 # in translation: a program and its compute type
@@ -27,6 +28,11 @@ NAMES |= COMPUTE
 def add_contestant_flags(p):
     p.add_argument('--no-compile', action='store_true', help='leave out torch.compile, which takes a minute to warm up')
     p.add_argument('--threads', type=positive_int, metavar='N', help='for every contestant (default: all cores)')
+
+
+def add_recompute_flag(p):
+    p.add_argument('--recompute', action='store_true', help='also ours with the activations of each block computed again in '
+                   'the backward pass instead of kept: less memory, more time, same numbers')
 
 
 def add_flags(p):
@@ -42,16 +48,17 @@ def require(package):
         raise UserError(f'{package} is not installed; install it with: {sys.executable} -m pip install {package}')
 
 
-def kinds_of(args, beside_torch, in_bf16=False):
+def kinds_of(args, beside_torch, in_bf16=False, recompute=False):
     """Return the kinds of contestants; in_bf16: all in bfloat16, and ours in float32.  UserError if PyTorch is requested but
     not installed."""
     if in_bf16:
-        first, *others = kinds_of(args, beside_torch)
+        first, *others = kinds_of(args, beside_torch, recompute=recompute)
         return [first + BF16, first, *(kind + BF16 for kind in others)]
+    kinds = ['ours'] + ['ours' + RECOMPUTE] * recompute
     if not beside_torch:
-        return ['ours']
+        return kinds
     require('torch')
-    return ['ours', 'torch'] + ['torch-compile'] * (not args.no_compile)
+    return [*kinds, 'torch'] + ['torch-compile'] * (not args.no_compile)
 
 
 # For contestants in PyTorch: malloc keeps freed memory.  Returning large arrays to the system in every step costs page faults:
@@ -105,11 +112,23 @@ def percentiles(seconds):
     return dict(zip(('p20_s', 'median_s', 'p80_s'), np.percentile(seconds, (20, 50, 80)).round(7).tolist(), strict=True))
 
 
+def figures_of(answers, steps=1):
+    """Return the figures of a contestant from its answers to timed turns of so many steps: percentiles, median_cpu_s of all
+    threads, and from the last answer peak_mib and flops."""
+    seconds, cpu = ([answer[key] / steps for answer in answers] for key in ('seconds', 'cpu_seconds'))
+    return percentiles(seconds) | {'median_cpu_s': round(float(np.median(cpu)), 7)} | {
+        key: answers[-1][key] for key in ('peak_mib', 'flops') if key in answers[-1]}
+
+
 def print_figures(title, figures, amount, unit, names=NAMES):
     """Print a line per contestant, with its ratio to the first.  amount: number of `unit` per measurement."""
-    print(f'{title:20} {"median":>10} {"p20":>10} {"p80":>10} {unit + "/s":>12} {"peak MiB":>9} {"to first":>9}')
+    with_cpu = all('median_cpu_s' in f for f in figures.values())
+    cpu = f' {"CPU time":>11}' * with_cpu
+    print(f'{title:20} {"median":>10} {"p20":>10} {"p80":>10}{cpu} {unit + "/s":>12} {"peak MiB":>9} {"to first":>9}')
     first = next(iter(figures.values()))
     for kind, f in figures.items():
         times = ''.join(f'{1e3 * f[name]:8.2f} ms' for name in ('median_s', 'p20_s', 'p80_s'))
+        if with_cpu:
+            times += f' {1e3 * f["median_cpu_s"]:8.2f} ms'
         print(f'{names[kind]:20}{times} {amount / f["median_s"]:12.0f} {f["peak_mib"]:9.0f} '
               f'{f["median_s"] / first["median_s"]:8.2f}x')

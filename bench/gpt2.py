@@ -2,12 +2,12 @@
 
     python -m bench.gpt2                            4 x 64 tokens a step, as llm.c's train_gpt2 takes
     python -m bench.gpt2 --llmc llm.c               also llm.c, from a checkout: git clone https://github.com/karpathy/llm.c
-    python -m bench.gpt2 --batch-size 1 --tokens 1024 --turns 5
+    python -m bench.gpt2 --recompute --batch-size 1 --tokens 1024 --turns 5     also ours with recomputed activations
     python -m bench.gpt2 --llmc llm.c --save        and append the figures to bench/results/gpt2.jsonl
 
 A step is forward, backward and AdamW with llm.c's settings (learning rate 1e-4, no weight decay), without dropout.  Weights and
 tokens are random; all contestants read them from files in llm.c's formats.  After the timed turns the losses of all steps are
-compared: if one differs from pyops' by more than 0.1 %, the exit status is 1 and nothing is saved.
+compared: if one differs from pyops' by more than 0.1 %, with recomputation at all, the exit status is 1 and nothing is saved.
 """
 import json
 import sys
@@ -18,7 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from bench import llmc, results
-from bench.contest import NAMES, Contestant, add_contestant_flags, kinds_of, percentiles, print_figures
+from bench.contest import (
+    NAMES,
+    RECOMPUTE,
+    Contestant,
+    add_contestant_flags,
+    add_recompute_flag,
+    figures_of,
+    kinds_of,
+    print_figures,
+)
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, non_negative_int, positive_int
 
@@ -32,6 +41,7 @@ def parse(argv):
     p, default = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0]), llmc.Size()
     p.add_argument('--llmc', type=Path, metavar='DIR', help='a checkout of llm.c, which is compiled and also timed')
     p.add_argument('--no-torch', action='store_true', help='leave out PyTorch')
+    add_recompute_flag(p)
     add_contestant_flags(p)
     p.add_argument('--batch-size', type=positive_int, default=4, metavar='N', help='sequences a step (default %(default)s)')
     p.add_argument('--tokens', type=positive_int, default=64, metavar='N', help='tokens of a sequence (default %(default)s)')
@@ -67,10 +77,10 @@ def train(folder, kind):
     batch, length = json.loads((folder / 'batch.json').read_text())
     size, tensors = llmc.read_size(folder / WEIGHTS), llmc.read_model(folder / WEIGHTS)
     tokens = llmc.read_tokens(folder / TOKENS)
-    if kind == 'ours':
+    if kind in ('ours', 'ours' + RECOMPUTE):
         from bench.gpt2_model import GPT2, training_steps
         from pyops.optim import AdamW
-        model = GPT2(size, tensors)
+        model = GPT2(size, tensors, recompute=kind.endswith(RECOMPUTE))
         steps = training_steps(model, AdamW(model.params, LR, weight_decay=0.0), tokens, length)
         rows = np.arange(batch)
         return job(lambda k: float(steps(rows + k * batch)[0]), lambda: dict(flops=flops_of(steps.plan(rows))))
@@ -100,11 +110,7 @@ def contest(args, kinds, threads):
         for step in range(args.warmup + args.turns):
             for kind, worker in workers.items():
                 answers[kind].append(worker.turn(step, step + 1))
-    figures = {}
-    for kind, found in answers.items():
-        seconds, cpu = ([answer[key] for answer in found[args.warmup:]] for key in ('seconds', 'cpu_seconds'))
-        figures[kind] = percentiles(seconds) | {'median_cpu_s': round(float(np.median(cpu)), 7)} | {
-            key: found[-1][key] for key in ('peak_mib', 'flops') if key in found[-1]}
+    figures = {kind: figures_of(found[args.warmup:]) for kind, found in answers.items()}
     return figures, {kind: [answer['loss'] for answer in found] for kind, found in answers.items()}
 
 
@@ -112,14 +118,14 @@ def differences(losses):
     """Return {kind: largest relative difference} of the contestants with a loss too far from the first one's."""
     first = np.array(next(iter(losses.values())))
     away = {kind: float(np.max(np.abs(np.array(found) - first) / np.abs(first))) for kind, found in losses.items()}
-    return {kind: d for kind, d in away.items() if not d <= TOLERANCE}          # a NaN is too far
+    return {kind: d for kind, d in away.items() if not d <= (0.0 if RECOMPUTE in kind else TOLERANCE)}     # a NaN is too far
 
 
 def main(argv=None):
     args = parse(argv)
     from pyops import backend
     threads = args.threads or backend.threads()
-    kinds = kinds_of(args, not args.no_torch) + ['llmc'] * bool(args.llmc)
+    kinds = kinds_of(args, not args.no_torch, recompute=args.recompute) + ['llmc'] * bool(args.llmc)
     figures, losses = contest(args, kinds, threads)
     known = {name: getattr(args, name) for name in ('batch_size', 'tokens', *llmc.Size._fields)}
     known |= {'steps': args.turns, 'threads': threads, 'isa': backend.isa()}
@@ -130,7 +136,6 @@ def main(argv=None):
         print(f'GPT-2, {args.layers} layers of {args.width}, {args.words} words; {args.batch_size} x {args.tokens} tokens; '
               f'{threads} threads, {known["isa"]}, {args.turns} turns of a step')
         print_figures('a training step', figures, tokens, 'tokens')
-        print('median CPU time     ' + ', '.join(f'{NAMES[kind]} {f["median_cpu_s"]:.2f} s' for kind, f in figures.items()))
         print('loss at step        ' + ''.join(f'{k:9d}' for k in range(0, len(losses['ours']), 4)))
         for kind, found in losses.items():
             print(f'{NAMES[kind]:20}' + ''.join(f'{loss:9.5f}' for loss in found[::4]))

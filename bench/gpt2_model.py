@@ -11,7 +11,7 @@ from pyops.ops import Embedding, LinearCrossEntropy, ResidualNorm
 from pyops.ops.packed import Packed
 from pyops.params import Parameter, Parameters, Spec
 from pyops.steps import Steps
-from transformer.model import FIRST_SUBLAYER, Config, EncoderBlock, Sum, norm_of, side_specs
+from transformer.model import FIRST_SUBLAYER, Config, EncoderBlock, Sum, context_of, norm_of, run_block, side_specs
 
 SIDE = 'decoder'
 
@@ -24,10 +24,13 @@ def config_of(size):
 
 
 class GPT2:
-    """ids, labels, positions (N,) int32;  rows: Packed.   tensors: (name, values) as bench.llmc.read_model yields them"""
+    """ids, labels, positions (N,) int32;  rows: Packed.   tensors: (name, values) as bench.llmc.read_model yields them
 
-    def __init__(self, size, tensors):
-        self.size, config = size, config_of(size)
+    recompute: as of transformer.model.Transformer
+    """
+
+    def __init__(self, size, tensors, recompute=False):
+        self.size, self.recompute, config = size, recompute, config_of(size)
         D = size.width
         specs = {'embedding.weight': Spec((size.words, D), init.zeros()),
                  'positions.weight': Spec((size.positions, D), init.zeros())}
@@ -57,7 +60,7 @@ class GPT2:
         n,    c3 = self.enter.forward(x, at)
         x, ctx = Sum(c3.sum, n), [c1, c2, c3]
         for block in self.blocks:
-            x, c = block.forward(x, rows, None)
+            x, c = run_block(block, (x, rows, None), self.recompute)
             ctx.append(c)
         loss, c = self.output.forward(x.n, labels, dloss=self.one)  # (1,)
         return loss, [*ctx, c]
@@ -66,7 +69,7 @@ class GPT2:
         """Add to params.grads.  Empties ctx."""
         dx = Sum(None, self.output.backward(self.one, ctx.pop()))
         for block in reversed(self.blocks):
-            dx = block.backward(dx, ctx.pop())
+            dx = block.backward(dx, context_of(block, ctx.pop()))
         c3, c2, c1 = ctx.pop(), ctx.pop(), ctx.pop()
         dx, dat = self.enter.backward(dx.n, c3, into=dx.x)
         self.positions.backward(dat, c2)

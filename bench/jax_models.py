@@ -69,9 +69,12 @@ class Training:
 
 # ---- models --------------------------------------------------------------------------------------------------------------
 
-def cross_entropy(logits, labels):
-    """Return the mean over the labels that are not negative."""
-    logs = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+def cross_entropy(logits, labels, smoothing=0.0):
+    """Return the mean over the labels that are not negative; `smoothing` is the share that all classes have in common."""
+    all_logs = jax.nn.log_softmax(logits)
+    logs = jnp.take_along_axis(all_logs, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    if smoothing:
+        logs = (1 - smoothing) * logs + smoothing * all_logs.mean(-1)
     return -jnp.sum(jnp.where(labels >= 0, logs, 0)) / jnp.maximum(jnp.sum(labels >= 0), 1)
 
 
@@ -129,7 +132,7 @@ def seq2seq_loss(params, batch, key, config):
 
 
 def transformer_loss(params, batch, key, config):
-    """batch: source, target, labels (B, T).  For post-norm and ReLU."""
+    """batch: source, target, labels (B, T).  For ReLU, without tied weights."""
     source, target, labels = batch
     D, heads, drop = config.d_model, config.heads, dropout(config.dropout, key)
     angles = np.arange(config.num_steps)[:, None] / 10000 ** (np.arange(0, D, 2) / D)
@@ -147,24 +150,34 @@ def transformer_loss(params, batch, key, config):
         w1, b1, w2, b2 = (params[f'{prefix}.{name}'] for name in ('w1', 'b1', 'w2', 'b2'))
         return jax.nn.relu(x @ w1.T + b1) @ w2.T + b2
 
+    def norm(prefix, x):
+        mean = x.mean(-1, keepdims=True)
+        rstd = jax.lax.rsqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
+        return (x - mean) * rstd * params[f'{prefix}.norm.weight'] + params[f'{prefix}.norm.bias']
+
     def sublayer(prefix, x, branch):
-        y = x + drop(branch)
-        mean = y.mean(-1, keepdims=True)
-        rstd = jax.lax.rsqrt(((y - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
-        return (y - mean) * rstd * params[f'{prefix}.norm.weight'] + params[f'{prefix}.norm.bias']
+        """branch(x) -> what is added to x"""
+        if config.pre_norm:
+            return x + drop(branch(norm(prefix, x)))
+        return norm(prefix, x + drop(branch(x)))
 
     def embed(side, ids):
         return drop(params[f'{side}.embedding.weight'][ids] * math.sqrt(D) + positions[:ids.shape[1]])
+
+    def leave(side, x):
+        return norm(side, x) if config.pre_norm else x
 
     mask, causal = (source != PAD)[:, None, None], jnp.tril(jnp.ones((target.shape[1],) * 2, bool))
     memory, x = embed('encoder', source), embed('decoder', target)
     for layer in range(config.layers):
         at, ff = f'encoder.{layer}.self_attention', f'encoder.{layer}.feed_forward'
-        memory = sublayer(at, memory, attend(at, memory, memory, mask))
-        memory = sublayer(ff, memory, feed_forward(ff, memory))
+        memory = sublayer(at, memory, lambda n, at=at: attend(at, n, n, mask))
+        memory = sublayer(ff, memory, lambda n, ff=ff: feed_forward(ff, n))
+    memory = leave('encoder', memory)
     for layer in range(config.decoder_layers or config.layers):
         at, cross, ff = (f'decoder.{layer}.{name}' for name in ('self_attention', 'cross_attention', 'feed_forward'))
-        x = sublayer(at, x, attend(at, x, x, causal))
-        x = sublayer(cross, x, attend(cross, x, memory, mask))
-        x = sublayer(ff, x, feed_forward(ff, x))
-    return cross_entropy(x @ params['output.weight'].T + params['output.bias'], jnp.where(labels == PAD, -1, labels))
+        x = sublayer(at, x, lambda n, at=at: attend(at, n, n, causal))
+        x = sublayer(cross, x, lambda n, cross=cross: attend(cross, n, memory, mask))
+        x = sublayer(ff, x, lambda n, ff=ff: feed_forward(ff, n))
+    logits = leave('decoder', x) @ params['output.weight'].T + params['output.bias']
+    return cross_entropy(logits, jnp.where(labels == PAD, -1, labels), config.smoothing)

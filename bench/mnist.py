@@ -4,7 +4,6 @@ import numpy as np
 from bench.translation import job
 
 UNIT = 'images'
-BATCH_SIZE = 100
 
 
 def prepare(args, folder):

@@ -2,7 +2,6 @@
 from bench.translation import Contest
 
 UNIT = 'pairs'
-BATCH_SIZE = 128
 
 
 def ours():

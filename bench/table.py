@@ -17,8 +17,9 @@ KERNELS = {'gemm 1024 ': 'matrix product 1024 x 1024 x 1024', 'gemm logits': 'ma
            'gemm dx': 'matrix product 1152 x 256 x 13387', 'gemm dweight': 'matrix product 13387 x 256 x 1152',
            'output layer': 'output layer and loss, with gradients', 'gru': 'GRU layer, forward and backward',
            'attention': 'attention, forward and backward'}
+# by program, and preset if it is not the first
 STEPS = {'seq2seq': 'seq2seq, training step', 'transformer': 'transformer, training step',
-         'mnist': 'mnist, training step'}
+         'transformer base': 'transformer `--preset base`, training step', 'mnist': 'mnist, training step'}
 
 
 def shown(seconds):
@@ -36,14 +37,16 @@ def row(what, seconds, rate='', share=None, others=(), memory=None):
     return f'| {what} | {shown(seconds)} | {rate} | {"" if share is None else f"{share:.0%}"} | {compared} | {ratio} | {mib} |'
 
 
-WHOSE = {'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compiled'}
+TORCH = {'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compiled'}
+WHOSE = TORCH | {'jax': 'JAX', 'jax-scan': 'JAX'}
 
 
 def contestants(figures):
     """Return the arguments of `row` from the figures of a contest: our seconds, others and memory."""
     theirs = {kind: f for kind, f in figures.items() if kind in WHOSE}
+    memory = [f['peak_mib'] for kind, f in theirs.items() if kind in TORCH]
     return dict(seconds=figures['ours']['median_s'], others=[(WHOSE[kind], f['median_s']) for kind, f in theirs.items()],
-                memory=(figures['ours']['peak_mib'], min(f['peak_mib'] for f in theirs.values())) if theirs else None)
+                memory=(figures['ours']['peak_mib'], min(memory)) if memory else None)
 
 
 def rows(kernels, steps, scaling, translations):
@@ -88,23 +91,27 @@ def table(folder):
     place = 'machine', 'isa', 'threads'
 
     def newest(lines):
-        """By program, of those from the same machine."""
-        return {line.get('program'): line for line in lines if all(line[key] == last[key] for key in place)}
+        """By program and preset, of those from the same machine."""
+        return {' '.join(line[key] for key in ('program', 'preset') if key in line): line for line in lines
+                if all(line[key] == last[key] for key in place)}
     steps = newest([line for line in trained if len(line.get('contestants', ())) > 1])
     scaling = newest([line for line in trained if 'scaling' in line])
-    used = [newest(kernels).get(None), *steps.values(), *scaling.values(), *newest(translated).values()]
+    used = [newest(kernels).get(''), *steps.values(), *scaling.values(), *newest(translated).values()]
     days = sorted({line['date'] for line in used if line})
     about = (f'{last["threads"]} threads of {last["machine"]}, {last["isa"]} kernels, PyTorch {last["torch"]}; '
              f'{" to ".join(dict.fromkeys((days[0], days[-1])))}')
-    explained = ('Each figure is the median of interleaved runs. Each row is compared with the faster of PyTorch eager and '
-                 'compiled, large products with the faster of PyTorch and NumPy. Limit: peak FMA throughput with the same '
+    with_jax = any('jax' in line['contestants'] for line in steps.values())
+    peers = 'the fastest of PyTorch eager, compiled, and JAX where it took part' if with_jax else (
+        'the faster of PyTorch eager and compiled')
+    explained = (f'Each figure is the median of interleaved runs. Each row is compared with {peers}, '
+                 'large products with the faster of PyTorch and NumPy. Limit: peak FMA throughput with the same '
                  'number of threads; for kernels without FMAs, copy bandwidth. Memory: peak of the process, for PyTorch the '
                  'lower of the two.')
     return '\n'.join([
         *textwrap.wrap(f'{about}. {explained}', 120), '',
         '| | pyops | rate | of the limit | compared with | speedup | peak memory: pyops, PyTorch |',
         '|---|---|---|---|---|---|---|',
-        *rows(newest(kernels).get(None), steps, next(iter(scaling.values()), None), newest(translated)), '', ''])
+        *rows(newest(kernels).get(''), steps, next(iter(scaling.values()), None), newest(translated)), '', ''])
 
 
 def main(argv=None):

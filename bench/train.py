@@ -7,9 +7,10 @@
     python -m bench.train seq2seq --vs torch --precision bf16       bfloat16 beside PyTorch's autocast; and ours in float32
     python -m bench.train seq2seq --scaling         pyops on one thread and on all
     python -m bench.train seq2seq --vs torch --save     and append the figures to bench/results/train.jsonl
+    python -m bench.train transformer --preset base --recompute --vs torch jax      16 pairs of 64 tokens; also recomputed
 
 After the timed turns the mean losses are compared.  If they differ by more than rounding and other dropout masks explain, the
-exit status is 1 and nothing is saved.  With --scaling they must be equal.
+exit status is 1 and nothing is saved.  On one thread, and with recomputation, they must be equal to ours.
 """
 import importlib
 import json
@@ -19,18 +20,42 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from bench import results
-from bench.contest import NAMES, Contestant, add_flags, kinds_of, percentiles, print_figures, require
+from bench.contest import (
+    NAMES,
+    RECOMPUTE,
+    Contestant,
+    add_flags,
+    add_recompute_flag,
+    figures_of,
+    kinds_of,
+    print_figures,
+    require,
+)
 from pyops import CPU_PRECISIONS
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, non_negative_int, positive_int
+from transformer.train import PRESETS
 
 PROGRAM = 'bench.train'
-# program -> turns of a contest, training steps per turn; a turn must be long compared with waking a process with cold caches
-TURNS = {'seq2seq': (20, 3), 'transformer': (20, 3), 'mnist': (60, 50)}
+
+
+class Case(NamedTuple):
+    """Turns of a contest, training steps of a turn, samples of a batch.  A turn must be long compared with waking a process
+    with cold caches."""
+    turns: int
+    length: int
+    batch_size: int
+
+
+# (program, preset) -> Case.  The first preset is the program without one
+SMALL = next(iter(PRESETS))
+CASES = {('mnist', SMALL): Case(60, 50, 100), ('seq2seq', SMALL): Case(20, 3, 128), ('transformer', SMALL): Case(20, 3, 128),
+         ('transformer', 'base'): Case(10, 1, 16)}
 # program -> whole runs to time, by contestant
 RUNS = {'mnist': {'ours': ['mnist.train', '--quiet'], 'torch': ['bench.torch_mnist'],
                   'torch-compile': ['bench.torch_mnist', '--compile']}}
@@ -38,22 +63,32 @@ RUNS = {'mnist': {'ours': ['mnist.train', '--quiet'], 'torch': ['bench.torch_mni
 
 def parse(argv):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
-    p.add_argument('program', choices=sorted(TURNS))
+    p.add_argument('program', choices=sorted({program for program, _ in CASES}))
+    p.add_argument('--preset', choices=list(PRESETS), default=SMALL,
+                   help='of the transformer; base: with sentences joined to pairs of 64 tokens, which need no padding '
+                   '(default %(default)s)')
     p.add_argument('--vs', choices=['torch', 'jax'], nargs='+', default=[],
                    help='beside PyTorch, eager and compiled; beside JAX, compiled, for mnist also a scan over steps')
     p.add_argument('--precision', choices=CPU_PRECISIONS, default='fp32',
                    help='of the factors of products (default fp32); bf16: seq2seq and transformer, for PyTorch autocast; also '
                    'times ours in float32')
     p.add_argument('--scaling', action='store_true', help='ours on one thread beside ours on all')
-    p.add_argument('--turns', type=positive_int, metavar='N', help='timed turns of each (default 20; mnist 60)')
+    add_recompute_flag(p)
+    p.add_argument('--turns', type=positive_int, metavar='N', help='timed turns of each (default 20; mnist 60; base 10)')
     p.add_argument('--warmup', type=non_negative_int, default=3, metavar='N', help='turns before, not timed (default 3)')
     p.add_argument('--runs', type=non_negative_int, default=3, metavar='N', help='whole runs of each (default 3)')
     p.add_argument('--batch-size', type=positive_int, metavar='N', help="default: the program's")
-    p.add_argument('--dropout', type=float, default=0.2, metavar='P', help='0 makes the losses comparable to the last digit')
+    p.add_argument('--dropout', type=float, metavar='P',
+                   help="0 makes the losses comparable to the last digit (default: the program's)")
     add_flags(p)
     args = p.parse_args(argv)
+    args.case = CASES.get((args.program, args.preset))
+    if args.case is None:
+        raise UserError(f'--preset {args.preset}: {args.program} has no such preset; leave it out, or time transformer')
     if args.scaling and args.vs:
         raise UserError('--scaling times ours alone; leave out --vs')
+    if args.recompute and (args.scaling or args.program != 'transformer'):
+        raise UserError('--recompute: times steps of transformer, without --scaling; leave it out')
     if args.precision == 'bf16' and (args.scaling or args.program == 'mnist'):
         raise UserError('--precision bf16: times steps of seq2seq or transformer, without --scaling; leave it out')
     return args
@@ -67,26 +102,26 @@ def contest(args, contestants, turns, length):
         about = importlib.import_module(f'bench.{args.program}').prepare(args, Path(folder))
         workers = {name: stack.enter_context(Contestant(args.program, 'train', kind, folder, threads))
                    for name, (kind, threads) in contestants.items()}
-        seconds, losses, last = {k: [] for k in workers}, {k: [] for k in workers}, {}
+        timed, losses = {k: [] for k in workers}, {k: [] for k in workers}
         for first in range(0, args.warmup + args.steps, length):
             for name, worker in workers.items():
-                answer = last[name] = worker.turn(first, first + length)
+                answer = worker.turn(first, first + length)
                 losses[name].append(answer['loss'])
                 if first >= args.warmup:
-                    seconds[name].append(answer['seconds'] / length)
-    figures = {name: percentiles(s) | {key: last[name][key] for key in ('peak_mib', 'flops') if key in last[name]}
-               for name, s in seconds.items()}
-    return about, figures, losses
+                    timed[name].append(answer)
+    return about, {name: figures_of(answers, length) for name, answers in timed.items()}, losses
 
 
 def differences(args, losses):
     """Return {name: relative difference} of the contestants whose mean loss is too far from the first one's."""
-    # dropout masks differ between the contestants; products with bfloat16 factors change the losses by less than that
-    tolerance = 0.0 if args.scaling else 0.01 if args.program == 'mnist' or not args.dropout else 0.1
+    def tolerance(name):
+        # dropout masks differ between the contestants; products with bfloat16 factors change the losses by less than that
+        same = args.scaling or RECOMPUTE in name
+        return 0.0 if same else 0.01 if args.program == 'mnist' or args.dropout == 0 else 0.1
     means = {name: float(np.mean(found)) for name, found in losses.items()}
     first = next(iter(means.values()))
     away = {name: abs(mean - first) / abs(first) for name, mean in means.items()}
-    return {name: d for name, d in away.items() if not d <= tolerance}          # a NaN is too far
+    return {name: d for name, d in away.items() if not d <= tolerance(name)}        # a NaN is too far
 
 
 def whole_runs(args, kinds):
@@ -105,18 +140,18 @@ def main(argv=None):
     args = parse(argv)
     from pyops import backend
     threads, program = args.threads or backend.threads(), importlib.import_module(f'bench.{args.program}')
-    args.batch_size = args.batch_size or program.BATCH_SIZE
-    kinds = kinds_of(args, 'torch' in args.vs, args.precision == 'bf16')
+    args.batch_size = args.batch_size or args.case.batch_size
+    kinds = kinds_of(args, 'torch' in args.vs, args.precision == 'bf16', args.recompute)
     if 'jax' in args.vs:
         require('jax')
         kinds += ['jax'] + ['jax-scan'] * (args.program == 'mnist')
     contestants = {kind: (kind, threads) for kind in kinds}
     if args.scaling:
         contestants = {f'{n} thread{"s" * (n > 1)}': ('ours', n) for n in dict.fromkeys((threads, 1))}
-    turns, length = args.turns or TURNS[args.program][0], TURNS[args.program][1]
+    turns, length = args.turns or args.case.turns, args.case.length
     about, figures, losses = contest(args, contestants, turns, length)
-    known = {'program': args.program, 'steps': turns * length, 'batch_size': args.batch_size, 'threads': threads,
-             'isa': backend.isa()}
+    known = {'program': args.program} | ({'preset': args.preset} if args.preset != SMALL else {})
+    known |= {'steps': turns * length, 'batch_size': args.batch_size, 'threads': threads, 'isa': backend.isa()}
     if args.precision == 'bf16':
         known |= {'precision': 'bf16', 'bf16_isa': backend.bf16_isa()}
     ours = next(iter(figures))
@@ -124,7 +159,8 @@ def main(argv=None):
         beside = {k: f for k, f in figures.items() if k != ours}
         print(json.dumps(known | figures[ours] | ({'scaling' if args.scaling else 'vs': beside} if beside else {})))
     else:
-        print(f'{args.program}: {about}, batch {args.batch_size}; {threads} threads, {known.get("bf16_isa", known["isa"])}, '
+        print(f'{" ".join(known[name] for name in ("program", "preset") if name in known)}: {about}, batch {args.batch_size}; '
+              f'{threads} threads, {known.get("bf16_isa", known["isa"])}, '
               f'{turns} turns of {length} {"steps" if length > 1 else "step"}')
         names = {name: NAMES.get(name, name) for name in figures}
         print_figures('a training step', figures, args.batch_size, program.UNIT, names)

@@ -2,7 +2,6 @@
 from bench.translation import Contest
 
 UNIT = 'pairs'
-BATCH_SIZE = 128
 
 
 def ours():
@@ -20,6 +19,11 @@ def jax_loss():
     return transformer_loss
 
 
-contest = Contest(ours, theirs, jax_loss, lr=0.001)
+def preset(name):
+    from transformer.train import PRESETS
+    return PRESETS[name]
+
+
+contest = Contest(ours, theirs, jax_loss, lr=0.001, preset=preset)
 prepare, train = contest.prepare, contest.train
 prepare_sentences, translate = contest.prepare_sentences, contest.translate

@@ -7,7 +7,8 @@ import json
 
 import numpy as np
 
-from bench.contest import BF16
+from bench.contest import BF16, RECOMPUTE
+from pyops.errors import UserError
 
 
 def planned_steps(model, pairs, lr, optimizer=None, set_rate=lambda: None):
@@ -44,6 +45,17 @@ def read_pairs(file, num_steps):
     return Pairs(Ragged(file['source'], file['source_starts']), Ragged(file['labels'], file['label_starts']), num_steps)
 
 
+def joined(pairs, length):
+    """Return Pairs of `length` tokens each: the sentences of a corpus follow each other, so that no batch needs padding.
+
+    A source and its labels are no translations of each other: for timing.
+    """
+    from pyops.text.pairs import Pairs, Ragged
+    count = min(len(table.ids) for table in (pairs.source, pairs.labels)) // length
+    starts = length * np.arange(count + 1)
+    return Pairs(*(Ragged(table.ids[:starts[-1]], starts) for table in (pairs.source, pairs.labels)), length)
+
+
 def flops_of(plan):
     """Return the number of floating-point operations in the matrix products of a plan, with the sizes of its last run."""
     from pyops.profile import operations
@@ -62,32 +74,45 @@ def job(step, describe=lambda: {}):
 
 class Contest:
     """ours() -> Config, model class;  theirs() -> its twin's class;  jax_loss() -> the loss of its twin in JAX;  lr: learning
-    rate of all.
+    rate of all;  preset(name) -> settings of the program's preset, if it has any, whose learning rate goes before lr.
 
     They are functions so that a contestant imports only its own modules: peak memory is one of the figures.
     """
 
-    def __init__(self, ours, theirs, jax_loss, lr):
-        self.ours, self.theirs, self.jax_loss, self.lr = ours, theirs, jax_loss, lr
+    def __init__(self, ours, theirs, jax_loss, lr, preset=lambda name: {}):
+        self.ours, self.theirs, self.jax_loss, self.lr, self.preset = ours, theirs, jax_loss, lr, preset
 
     def prepare(self, args, folder):
-        """Write batches, configuration and initial weights.  Return a line about the data."""
+        """Write batches, configuration, initial weights and learning rate.  Return a line about the data.
+
+        args.preset: its name.  If it sets num_steps, the sentences of the corpus are joined to that length
+        args.dropout: None for the default of the program or the preset
+        UserError for a batch size above the number of pairs
+        """
         from pyops.data.batches import batches
+        from pyops.settings import configure
         from pyops.text.pairs import Pairs
         from pyops.text.translation import open_corpus
         Config, Model = self.ours()
         corpus, _ = open_corpus(data_dir=args.data_dir)
         vocabularies = corpus.vocabularies()
-        config = Config(*map(len, vocabularies), dropout=args.dropout)
+        preset = self.preset(args.preset)
+        settings = {'lr': self.lr} | preset | ({} if args.dropout is None else {'dropout': args.dropout})
+        config = configure(Config, settings, *map(len, vocabularies))
         pairs = Pairs.encode(corpus, *vocabularies, config.num_steps)
+        if 'num_steps' in preset:
+            pairs = joined(pairs, config.num_steps)
+        if args.batch_size > len(pairs):
+            raise UserError(f'--batch-size {args.batch_size}: expected at most {len(pairs)}, the number of pairs')
         chosen, epoch = [], 0
         while len(chosen) < args.warmup + args.steps:
             chosen += [rows for rows in batches(len(pairs), args.batch_size, 0, epoch) if len(rows) == args.batch_size]
             epoch += 1
         rows = np.stack(chosen[:args.warmup + args.steps])
-        write_pairs(folder / 'data.npz', pairs, rows=rows)
+        write_pairs(folder / 'data.npz', pairs, rows=rows, lr=settings['lr'])
         self.write_model(folder, config, Model(config))
-        return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}, {len(pairs)} pairs'
+        return (f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}, {len(pairs)} pairs'
+                + ' of joined sentences' * ('num_steps' in preset))
 
     @staticmethod
     def write_model(folder, config, model):
@@ -96,10 +121,10 @@ class Contest:
         (folder / 'config.json').write_text(json.dumps({name: value for name, value in vars(config).items() if name != 'ops'}))
 
     def _load(self, folder):
-        """Return the configuration, the pairs, and the rows of each batch."""
+        """Return the configuration, the pairs, the rows of each batch, and the learning rate."""
         config = self.config(folder)
         with np.load(folder / 'data.npz') as file:
-            return config, read_pairs(file, config.num_steps), file['rows']
+            return config, read_pairs(file, config.num_steps), file['rows'], float(file['lr'])
 
     def config(self, folder):
         """Return the configuration that write_model wrote."""
@@ -107,22 +132,24 @@ class Contest:
 
     def train(self, folder, kind):
         """Return turn and describe of a contestant in training steps: step k uses batch k, from the same weights."""
-        config, pairs, rows = self._load(folder)
+        config, pairs, rows, lr = self._load(folder)
         who = kind.removesuffix(BF16)
-        if who == 'ours':           # replayed from a plan as in training; the same seed as in prepare, so the same weights
-            steps = planned_steps(self.ours()[1](config), pairs, self.lr)
+        if who in ('ours', 'ours' + RECOMPUTE):
+            # replayed from a plan as in training; the same seed as in prepare, so the same weights
+            again = dict(recompute=True) if who.endswith(RECOMPUTE) else {}
+            steps = planned_steps(self.ours()[1](config, **again), pairs, lr)
             return job(lambda k: float(steps(rows[k])[0]), lambda: dict(flops=flops_of(steps.plan(rows[0]))))
         if who == 'jax':
             from bench.jax_models import Training
             with np.load(folder / 'weights.npz') as weights:
-                training = Training(functools.partial(self.jax_loss(), config=config), dict(weights), self.lr)
+                training = Training(functools.partial(self.jax_loss(), config=config), dict(weights), lr)
             batches = [[np.ascontiguousarray(ids.T) for ids in pairs.padded(indices)] for indices in rows]
             return job(lambda k: training.step(*batches[k]))
         import torch
 
         from bench.torch_step import make_step
         model = self.twin(config, folder)
-        run = make_step(torch.compile(model) if who == 'torch-compile' else model, self.lr, in_bf16=kind.endswith(BF16))
+        run = make_step(torch.compile(model) if who == 'torch-compile' else model, lr, in_bf16=kind.endswith(BF16))
         batches = [[torch.from_numpy(ids).long() for ids in pairs.padded(indices)] for indices in rows]     # not timed
         return job(lambda k: run(*batches[k]).item())
 

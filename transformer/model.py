@@ -125,7 +125,7 @@ def parameter_specs(config):
 
 def joins_products():
     """Return whether one product with several weights is faster than one product for each: on a GPU, where it saves launches.
-    On the CPU attention would read longer rows, which costs more than the product saves (docs/speed.md, entry 98)."""
+    On the CPU attention would read longer rows, which costs more than the product saves (docs/speed.md, Transformer step)."""
     return not backend.current_device().is_host
 
 
@@ -482,6 +482,18 @@ class Inputs(NamedTuple):
         return block.forward(*self.arguments)[1]
 
 
+def run_block(block, arguments, recompute):
+    """Return the output of a block and what context_of() needs: its ctx, or with recompute only its inputs."""
+    if recompute:
+        return block.forward(*arguments)[0], Inputs(arguments)      # the plan reuses the memory of the ctx for the next block
+    return block.forward(*arguments)
+
+
+def context_of(block, saved):
+    """Return the ctx of a block for its backward(), computed again if run_block() has saved only the inputs."""
+    return saved.context(block) if isinstance(saved, Inputs) else saved
+
+
 class Stack:
     """An encoder or decoder: embedding plus positions, then blocks.  With pre_norm the first layer norm follows the embedding,
     and the last sublayer computes the final layer norm.
@@ -503,23 +515,15 @@ class Stack:
         x, c = self.enter(sequences.ids, step, positions=sequences.positions)
         ctx = [c]
         for block in self.blocks:
-            arguments = x, sequences.rows, *seen, step
-            if recompute:
-                x = block.forward(*arguments)[0]        # the plan reuses the memory of the ctx for the next block
-                ctx.append(Inputs(arguments))
-            else:
-                x, c = block.forward(*arguments)
-                ctx.append(c)
+            x, c = run_block(block, (x, sequences.rows, *seen, step), recompute)
+            ctx.append(c)
         return self.leave(x), ctx
 
     def backward(self, dx, ctx, *dseen):
         """Add the gradients of all parameters.  Overwrites dx.  dseen: arguments of the blocks' backward()."""
         dx = Sum(None, dx) if self.norm else dx
         for block in reversed(self.blocks):
-            saved = ctx.pop()
-            if isinstance(saved, Inputs):
-                saved = saved.context(block)
-            dx = block.backward(dx, saved, *dseen)
+            dx = block.backward(dx, context_of(block, ctx.pop()), *dseen)
         c1, c2 = ctx.pop()
         self.embedding.backward(self.norm.backward(dx.n, c2, into=dx.x) if self.norm else dx, c1)
 

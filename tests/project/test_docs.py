@@ -58,6 +58,18 @@ def test_tests_that_a_page_names_exist():
     assert [(path, name) for path, name in sorted(named) if f'def {name}(' not in (ROOT / path).read_text()] == []
 
 
+def test_attempts_have_different_numbers_and_readers_see_them():
+    """Markdown shows the first number of a list and counts on.  A list with `)` is another one than a list with `.`."""
+    attempts, seen = (ROOT / 'docs' / 'speed.md').read_text().partition('\n## Attempts\n')[2], []
+    for group in attempts.split('\n### '):
+        before = 0, ''
+        for number, mark in re.findall(r'^(\d+)([.)]) \*\*', group, re.M):
+            assert mark != before[1] or int(number) == before[0] + 1, f'{number}{mark} after {before[0]}: use another mark'
+            before = int(number), mark
+            seen.append(before[0])
+    assert len(seen) > 100 and len(set(seen)) == len(seen), sorted(n for n in seen if seen.count(n) > 1)
+
+
 def test_the_readme_links_to_the_folder_and_its_index_to_every_page():
     readme, index = (ROOT / 'README.md').read_text(), INDEX.read_text()
     assert len(readme.splitlines()) <= 300
