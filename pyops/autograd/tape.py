@@ -298,6 +298,7 @@ class KernelCall:
 
 
 _CONSTANT = frozenset((bool, int, float, str, tuple, type(None)))       # types of settings that a kept call may have
+_PLAIN = _CONSTANT - {tuple}                                            # whose equal values of one type are the same setting
 
 
 def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:
@@ -310,7 +311,8 @@ def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:
         if isinstance(first, Recorded):
             break
     else:
-        return KernelCall(op, constants) if constants or not isinstance(op, type) else _plain_call(op)
+        is_plain = isinstance(op, type) and all([type(setting) in _PLAIN for setting in constants.values()])
+        return _plain_call(op, **constants) if is_plain else KernelCall(op, constants)
     kernel = first._calls.get(op)
     if kernel is None or not kernel.fits(constants):
         kernel = KernelCall(op, constants)
@@ -319,10 +321,10 @@ def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:
     return kernel
 
 
-@functools.lru_cache(256)
-def _plain_call(op: Any) -> KernelCall:
-    """Return the KernelCall of an op class without parameters and settings, such as ReLU: it is the same for all layers."""
-    return KernelCall(op, {})
+@functools.lru_cache(256, typed=True)
+def _plain_call(op: Any, /, **settings: Any) -> KernelCall:
+    """Return the KernelCall of an op class without parameters, such as ReLU: it is the same in every step."""
+    return KernelCall(op, settings)
 
 
 def kernel_array(x: NDArray, device: Device) -> Any:

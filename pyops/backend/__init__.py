@@ -156,7 +156,8 @@ def check_parameter(parameter, shape, sparse=False):
 def check(name, array, shape, dtype=_FLOAT):
     """Raise TypeError or ValueError, naming the argument, unless array is C-contiguous with this shape and dtype, or one of
     several dtypes."""
-    if type(array) is np.ndarray and array.dtype is dtype and array.flags.c_contiguous and array.shape == shape:
+    if (type(array) is np.ndarray and (array.dtype is dtype or (dtype is REAL and array.dtype is _FLOAT))
+            and array.flags.c_contiguous and array.shape == shape):
         return                              # the usual case
     _check_dtype(name, array, dtype)
     if not is_contiguous(array):

@@ -152,7 +152,7 @@ def permuted(array, axes):
 
 def as_rows(array):
     """View a C-contiguous array (..., C) as the matrix (R, C) of its rows."""
-    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+    return array if array.ndim == 2 else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def may_overlap(a, b):

@@ -35,7 +35,12 @@ def as_floats(pointer):
 def aligned(make, shape, dtype):
     """Return an array aligned to a cache line, in memory from make(bytes, uint8)."""
     dtype, shape = np.dtype(dtype), as_shape(shape)
-    raw = make(math.prod(shape) * dtype.itemsize + ALIGN, _BYTE)
+    return _aligned(make, math.prod(shape) * dtype.itemsize, shape, dtype)
+
+
+def _aligned(make, nbytes, shape, dtype):
+    """Return the same for a tuple and a dtype whose array has so many bytes."""
+    raw = make(nbytes + ALIGN, _BYTE)
     return np.ndarray(shape, dtype, raw, -int(cast(ADDRESS, _from_buffer(raw))) % ALIGN)
 
 
@@ -51,8 +56,9 @@ class Host(Device):
 
     def new(self, shape, dtype):
         dtype, shape = np.dtype(dtype), as_shape(shape)
-        if math.prod(shape) * dtype.itemsize < LEAST or dtype.kind not in 'fiu':
-            return aligned(np.empty, shape, dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < LEAST or dtype.kind not in 'fiu':
+            return _aligned(np.empty, nbytes, shape, dtype)
         return LARGE.empty(shape, dtype)
 
     def zeros(self, shape, dtype):
@@ -139,6 +145,8 @@ class Host(Device):
             if takes_strides and not array.flags.c_contiguous:
                 if is_written and not array.flags.writeable:
                     raise ValueError(f'{kernel}: {name}: expected a writeable array, got a read-only one; copy it')
+                if array.flags.f_contiguous:            # a transposed view: faster than .ctypes
+                    return _from_buffer(kind, array.T, is_written)
                 return cast(pointer, array.ctypes.data)
             return _from_buffer(kind, array, is_written)
         return convert

@@ -1215,6 +1215,18 @@ def test_the_op_of_a_layer_is_kept_until_a_setting_or_a_parameter_changes():
     assert kept() is not second
 
 
+def test_an_op_without_parameters_is_kept_for_equal_settings_of_one_type():
+    def op_of(rows, **settings):
+        return F.cross_entropy(rows, labels, **settings).origin[0].op
+    rows, labels = Tensor(normal(4, 3), requires_grad=True), Tensor(np.array([0, 2, 1, 1], np.int32))
+    first = op_of(rows)
+    assert op_of(rows) is first and op_of(rows * 2) is first
+    other = op_of(rows, ignore_index=1)
+    assert other is not first and other.one.ignore == 1 and first.one.ignore == -100
+    as_int, as_bool = (apply(ops.CrossEntropy, rows, labels, smoothing=s).origin[0].op.one for s in (0, False))
+    assert as_int is not as_bool and (type(as_int.smoothing), type(as_bool.smoothing)) == (int, bool)
+
+
 def test_a_setting_of_an_equal_number_of_another_type_makes_another_op():
     weight = nn.Parameter(normal(5, 4))
     for padding_idx in 1, True, 1.0:
