@@ -153,7 +153,7 @@ def test_recomputed_activations_have_the_same_losses_in_less_memory(files, monke
     tokens, memory = llmc.read_tokens(files / gpt2.TOKENS), []
     for recompute in (False, True):
         model = GPT2(size, llmc.read_model(files / 'deep'), recompute)
-        steps = training_steps(model, AdamW(model.params, 0.01), tokens, BATCH, LENGTH)
+        steps = training_steps(model, AdamW(model.params, 0.01), tokens, LENGTH)
         steps(np.arange(BATCH))
         memory.append((model.params.values.tobytes(), steps.plan(np.arange(BATCH)).memory().intermediates))
     assert memory[0][0] == memory[1][0] and memory[1][1] < 0.6 * memory[0][1]
