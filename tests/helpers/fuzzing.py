@@ -5,6 +5,7 @@ with one printable line.  Another exception, a longer time than SECONDS, or more
 """
 import argparse
 import asyncio
+import atexit
 import bz2
 import contextlib
 import functools
@@ -45,6 +46,7 @@ from mutators import (
     unpacked,
     words,
 )
+from probes import Probes
 
 from pyops import action_file, checkpoint, formats, rewind
 from pyops.backend import library
@@ -62,17 +64,17 @@ GOLDEN = ROOT / 'tests' / 'golden'
 SECONDS = 10                # of processor time that an input may take; on the clock 12 times as many
 MEMORY = 512 << 20          # bytes that an input may add to the memory of the process
 SPACE = 4 << 30             # bytes of address space for it: an allocation of more raises MemoryError, a failure
-_TRACED = str(ROOT / 'pyops') + os.sep
 
 
 class Target(NamedTuple):
     """seeds(folder) returns valid inputs; it may write in the folder.   mutate(rng, data) returns another input
-    run(path) reads the input in a file, in a folder of its own;  errors: documented for bad input"""
+    run(path) reads the input in a file, in a folder of its own; run(data) if in_memory;  errors: documented for bad input"""
     seeds: Callable[[Path], list[bytes]]
     mutate: Callable[[random.Random, bytes], bytes]
-    run: Callable[[Path], object]
+    run: Callable[[Path], object] | Callable[[bytes], object]
     errors: tuple[type[BaseException], ...] = (UserError,)
     suffix: str = ''
+    in_memory: bool = False
 
 
 # ---- targets ------------------------------------------------------------------------------------------------------------
@@ -279,8 +281,8 @@ def _step_logs(folder):
     return [folder_bytes(found), folder_bytes({'steps_x.jsonl': lines, 'steps_x.f32': bytes(range(60)), 'a': b''})]
 
 
-def _run_header(path):
-    for name, function in library.functions(path.read_text(errors='replace')).items():
+def _run_header(data):
+    for name, function in library.functions(data.decode(errors='replace')).items():
         assert name.startswith('pyops_') and all(argument.name.isidentifier() or not argument.name.isascii() or
                                                  argument.name[0].isdigit() for argument in function.arguments)
 
@@ -296,9 +298,9 @@ RECIPES = ('mxfp8', 'fwd=mxfp8,dgrad.g=hifp8,attention=mxfp4:scale=even', 'fwd=m
            'mxfp8:elem=e5m2:scale=rceil:block=16', 'loss > 10', 'norm is not finite', 'loss <= 1e-3')
 
 
-def _run_text(path):
+def _run_text(data):
     """Read a text as a number format, as a recipe and as a condition; what is read has a text that means the same."""
-    text, errors = path.read_bytes().decode(errors='surrogateescape'), []
+    text, errors = data.decode(errors='surrogateescape'), []
     for run in (_run_format, _run_recipe, rewind.condition):
         try:
             run(text)
@@ -349,13 +351,13 @@ def _applications():
     from pyops.serve.metrics import Metrics
     limits = Limits(body=20_000, texts=8, characters=300)
     counters = Metrics()
-    batcher = Batcher(model(), counters, 16)
+    batcher = Batcher(model(), counters, 16, wait=0.0)
     settings = [Settings(limits=limits, token=token, quiet=True) for token in (None, 'token')]
     return [Application(model(), batcher, counters, each) for each in settings]
 
 
-def _run_request(path):
-    head, _, body = path.read_bytes().partition(b'\r\n\r\n')
+def _run_request(data):
+    head, _, body = data.partition(b'\r\n\r\n')
     first, *lines = head.split(b'\r\n')
     method, target, *_ = [*first.split(b' '), b'', b'']
     headers = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(b':') for line in lines)]
@@ -363,8 +365,21 @@ def _run_request(path):
     scope = {'type': 'http', 'asgi': {'version': '3.0'}, 'http_version': '1.1', 'method': method.decode('latin-1'),
              'path': place.decode(errors='replace'), 'raw_path': target, 'query_string': query, 'headers': headers,
              'client': ('127.0.0.1', 1), 'server': ('127.0.0.1', 80), 'scheme': 'http', 'root_path': ''}
-    for application in _applications():
-        asyncio.run(_answer(application, dict(scope), body))
+    loop = _loop()
+    try:
+        for application in _applications():
+            loop.run_until_complete(_answer(application, dict(scope), body))
+    finally:
+        for task in asyncio.all_tasks(loop):        # of a request that was refused or left
+            task.cancel()
+
+
+@functools.cache
+def _loop():
+    """Return the event loop of all requests: a new one for each takes longer than most answers."""
+    loop = asyncio.new_event_loop()
+    atexit.register(loop.close)
+    return loop
 
 
 async def _answer(application, scope, body):
@@ -441,8 +456,8 @@ def _changed_line(rng, data):
     return '\0'.join(line).encode(errors='surrogatepass')
 
 
-def _run_line(path):
-    program, *arguments = path.read_bytes().decode(errors='surrogateescape').split('\0')
+def _run_line(data):
+    program, *arguments = data.decode(errors='surrogateescape').split('\0')
     if program not in _parsers():
         return
     try:
@@ -472,18 +487,20 @@ TARGETS = {
     'action': Target(lambda folder: [(GOLDEN / 'action_1.safetensors').read_bytes()],
                      any_of(functools.partial(changed_safetensors, texts=('call',))), action_file.load),
     'header': Target(_headers, any_of(words('PYOPS_API', 'const', 'pyops_real', 'void', 'float', '*', '(', ');', '/*', '*/')),
-                     _run_header, (ValueError,)),
+                     _run_header, (ValueError,), in_memory=True),
     'recipe': Target(lambda folder: [text.encode() for text in RECIPES],
                      any_of(words(*formats.FORMATS, 'fwd', 'wgrad', 'attn.q', 'round', 'scale', 'block', 'hadamard', '1x32')),
-                     _run_text),
+                     _run_text, in_memory=True),
     'request': Target(lambda folder: _applications() and REQUESTS, any_of(_changed_body, _changed_body, words(*_FIELDS)),
-                      _run_request),
-    'command': Target(_command_lines, any_of(_changed_line), _run_line)}
+                      _run_request, in_memory=True),
+    'command': Target(_command_lines, any_of(_changed_line), _run_line, in_memory=True)}
 
 
 # ---- running an input ----------------------------------------------------------------------------------------------------
 
 _TIMERS = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, 12 * SECONDS)}
+_most = sys.maxsize         # bytes of memory of the process at which an input is a failure
+PROBES = Probes(ROOT / 'pyops')
 
 
 class Hang(BaseException):
@@ -510,6 +527,7 @@ def limits():
     used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
     before = {number: signal.signal(number, stop) for number in _TIMERS}
     resource.setrlimit(resource.RLIMIT_AS, (used + SPACE, hard))
+    measure_memory()
     try:
         yield
     finally:
@@ -518,46 +536,66 @@ def limits():
             signal.signal(number, handler)
 
 
-def _memory(name):
-    return 1024 * int(re.search(rf'{name}:\s+(\d+)', Path('/proc/self/status').read_text())[1])
-
-
-def outcome(target, data, folder, reached=None):
-    """Run an input.   Return None if the reader returned, the name of its error, or a Failure.
-
-    reached: a set to which the lines of pyops that were executed are added
-    """
-    place = folder / 'input'        # stays: on some file systems it takes long to remove a folder
-    place.mkdir(exist_ok=True)
-    path = place / f'checkpoint_20260101_000000_1{target.suffix}'
-    path.write_bytes(data)
+def measure_memory():
+    """Let inputs add MEMORY to what the process has now.  Inside limits(), from time to time: a cache may grow."""
+    global _most
     with contextlib.suppress(OSError):
         Path('/proc/self/clear_refs').write_text('5')       # resets the largest memory
-    before = _memory('VmRSS')
-    out = io.StringIO()
+    used = int(Path('/proc/self/statm').read_text().split()[1]) * resource.getpagesize()
+    _most = max(used + MEMORY, _largest_memory())           # larger if this process was started by a larger one
+
+
+def _largest_memory():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def outcome(target, data, folder):
+    """Run an input.   Return None if the reader returned, the name of its error, or a Failure."""
+    place, home = os.path.join(folder, 'input'), os.getcwd()
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(place)             # stays: on some file systems it takes long to remove a folder
+    os.chdir(place)
+    outputs, sys.stdout = (sys.stdout, sys.stderr), io.StringIO()
+    sys.stderr = sys.stdout
     try:
-        for timer, seconds in _TIMERS.values():
-            signal.setitimer(timer, seconds)
+        given = data if target.in_memory else _file(os.path.join(place, f'checkpoint_20260101_000000_1{target.suffix}'), data)
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), contextlib.chdir(place), _traced(reached):
-                target.run(path)
-        finally:
-            for timer, _ in _TIMERS.values():
-                signal.setitimer(timer, 0)
-        found = None
-    except target.errors as error:
-        found = type(error).__name__
-        try:
-            check_line(error)
-        except AssertionError as other:
-            found = _failure(other.with_traceback(error.__traceback__))
-    except (Exception, Hang, SystemExit) as error:
-        found = _failure(error)
+            for timer, seconds in _TIMERS.values():
+                signal.setitimer(timer, seconds)
+            try:
+                target.run(given)
+            finally:
+                for timer, _ in _TIMERS.values():
+                    signal.setitimer(timer, 0)
+            found = None
+        except target.errors as error:
+            found = type(error).__name__
+            try:
+                check_line(error)
+            except AssertionError as other:
+                found = _failure(other.with_traceback(error.__traceback__))
+        except (Exception, Hang, SystemExit) as error:
+            found = _failure(error)
     finally:
-        for file in place.iterdir():
-            file.unlink()
-    used = _memory('VmHWM') - before
-    return Failure('memory', f'{used >> 20} MiB of memory') if used > MEMORY and not isinstance(found, Failure) else found
+        sys.stdout, sys.stderr = outputs
+        for name in os.listdir(place):
+            os.unlink(os.path.join(place, name))
+        os.chdir(home)
+    if (used := _largest_memory()) > _most:
+        used -= _most - MEMORY
+        measure_memory()
+        return found if isinstance(found, Failure) else Failure('memory', f'{used >> 20} MiB of memory')
+    return found
+
+
+def _file(path, data):
+    """Write a file.   Return its pathlib.Path"""
+    stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(stream, data)
+    finally:
+        os.close(stream)
+    return Path(path)
 
 
 def _failure(error):
@@ -568,50 +606,68 @@ def _failure(error):
                    ' '.join(f'{name} at {last.filename}:{last.lineno}: {ascii(str(error))[:300]}'.split()))
 
 
-@contextlib.contextmanager
-def _traced(reached):
-    if reached is None:
-        yield
-        return
-
-    def line(frame, event, _):
-        reached.add((frame.f_code.co_filename, frame.f_lineno))
-        return line
-
-    def call(frame, event, _):
-        return line if frame.f_code.co_filename.startswith(_TRACED) else None
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+BLOCK = 1000                # inputs after which the memory is measured again
+_REPEATED = 100             # draws without an input that is new; then one is run again
+_NOTED = 1 << 20            # inputs that are compared with the next ones
 
 
-def fuzz(name, seed, folder, before=lambda data: None):
+def fuzz(name, seed, folder, before=lambda data: None, corpus=None):
     """Run inputs of a target without end, and yield (input, outcome) for each: the valid ones, then changed ones.
 
-    before(data) is called before each.   The inputs depend on the name, the seed and the lines that they reach.
+    before(data) is called before each.   The inputs depend on the name, the seed, the corpus, and the lines that they reach.
+    corpus: a list of inputs of other runs, which run first and are not yielded unless they fail; afterwards it has those that
+            reach lines that no other one before reaches
     """
-    target, rng, reached = TARGETS[name], random.Random(f'{name} {seed}'), set()
+    target, rng, corpus = TARGETS[name], random.Random(f'{name} {seed}'), [] if corpus is None else corpus
     (seeds := folder / 'seeds').mkdir()
-    pool = target.seeds(seeds)
-    with limits():
-        for number, data in enumerate(pool):
-            before(data)
-            found = outcome(target, data, folder, reached)
-            assert found is None or name == 'command', f'input {number} of {name} is not valid: {found}'
-            yield data, found
-        while True:
-            data = rng.choice(pool)
-            for _ in range(rng.choice((1, 1, 2, 4))):
-                data = target.mutate(rng, data)[:LARGEST]
-            before(data)
-            count = len(reached)
-            found = outcome(target, data, folder, reached)
-            if len(reached) > count:
-                pool.append(data)
-            yield data, found
+    pool, noted = target.seeds(seeds), set()
+    found_earlier, corpus[:] = list(corpus), []
+
+    def run(data):
+        """Return the outcome of an input, and whether it reaches a new line."""
+        before(data)
+        found = outcome(target, data, folder)
+        return found, PROBES.has_new()
+    PROBES.install()
+    try:
+        with limits():
+            for number, data in enumerate(pool):
+                found, _ = run(data)
+                assert found is None or name == 'command', f'input {number} of {name} is not valid: {found}'
+                yield data, found
+            PROBES.thin()                       # also finds what the valid inputs have imported
+            measure_memory()
+            for data in found_earlier:
+                found, is_new = run(data)
+                if isinstance(found, Failure):
+                    yield data, found
+                elif is_new:
+                    corpus.append(data)
+            pool += corpus
+            number = 0
+            while True:
+                for _ in range(_REPEATED):
+                    data = rng.choice(pool)
+                    for _ in range(rng.choice((1, 1, 2, 4))):
+                        data = target.mutate(rng, data)[:LARGEST]
+                    if hash(data) not in noted:
+                        break
+                if len(noted) == _NOTED:
+                    noted.clear()
+                noted.add(hash(data))
+                found, is_new = run(data)
+                if is_new:
+                    pool.append(data)
+                    if not isinstance(found, Failure):
+                        corpus.append(data)
+                yield data, found
+                number += 1
+                if number % BLOCK == 0:
+                    if number // BLOCK in (1, 10, 100):
+                        PROBES.thin()
+                    measure_memory()
+    finally:
+        PROBES.remove()
 
 
 def shortened(data, fails, tries=300):

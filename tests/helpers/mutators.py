@@ -6,6 +6,7 @@ for an input that no longer has its format; `any_of` then changes bytes.
 import ast
 import bz2
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -23,6 +24,7 @@ TEXTS = ('', ' ', 'a', '0', '-1', '1e999', 'nan', 'None', 'a' * 300, '../a', '/'
 VALUES = (None, True, False, 0.5, -0.0, 1e308, float('inf'), float('nan'), -1, -(1 << 63), 10 ** 400, [], {}, [[]], [0],
           {'a': 0}, *SIZES, *TEXTS)
 OPCODES = b'()]}.0NtRqhbsuaQ\x85\x86\x87\x88\x89\x8a\x8c\x93\x94cXKMJI'
+_cached = functools.lru_cache(128)     # the same input is changed many times
 
 
 def any_of(*mutators):
@@ -66,10 +68,15 @@ def changed_bytes(rng, data):
     return bytes(data)
 
 
+@_cached
+def _parts(data):
+    return re.findall(r'\w+|\s+|.', data.decode(errors='surrogateescape'), re.S)
+
+
 def words(*dictionary):
     """Return a mutator of texts: words and marks are removed, repeated, exchanged and replaced, also by these words."""
     def mutate(rng, data):
-        parts = re.findall(r'\w+|\s+|.', data.decode(errors='surrogateescape'), re.S)
+        parts = list(_parts(data))
         for _ in range(rng.choice((1, 1, 2, 3))):
             place, kind = rng.randrange(len(parts) + 1), rng.randrange(6)
             if kind == 0:
@@ -199,15 +206,21 @@ def changed_npy(rng, data):
     return data[:8] + (len(text) % 65536).to_bytes(2, 'little') + text + data[end:]
 
 
-def changed_pickle(rng, data):
-    """Change opcodes of pickles that follow each other, and keep what follows them."""
+@_cached
+def _opcodes(data):
+    """Return the opcodes of pickles that follow each other, and the bytes after them."""
     file, starts = io.BytesIO(data), []
     with contextlib.suppress(Exception):
         while True:
             starts += [position for _, _, position in pickletools.genops(file)]
     ops = [data[first:end] for first, end in zip(starts, [*starts[1:], file.tell()], strict=True)]
-    rest = data[starts[-1] + 1:]
-    ops[-1] = ops[-1][:1]
+    return [*ops[:-1], ops[-1][:1]], data[starts[-1] + 1:]
+
+
+def changed_pickle(rng, data):
+    """Change opcodes of pickles that follow each other, and keep what follows them."""
+    ops, rest = _opcodes(data)
+    ops = list(ops)
     for _ in range(rng.choice((1, 1, 2))):
         place, kind = rng.randrange(len(ops)), rng.randrange(6)
         if kind == 0:
@@ -228,14 +241,20 @@ def changed_pickle(rng, data):
 
 # ---- archives ----------------------------------------------------------------------------------------------------------
 
+@_cached
+def _members(data):
+    """Return how the first member of a zip is packed, and all members as (name, content)."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return archive.infolist()[0].compress_type, [(info.filename, archive.read(info)) for info in archive.infolist()]
+
+
 def in_zip(*mutators):
     """Return a mutator of the members of a zip, whose checksums become right again."""
     change = any_of(*mutators)
 
     def mutate(rng, data):
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            kind = archive.infolist()[0].compress_type
-            members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+        kind, members = _members(data)
+        members = list(members)
         place, action = rng.randrange(len(members)), rng.randrange(8)
         name, content = members[place]
         if action == 0:
@@ -255,8 +274,10 @@ def in_zip(*mutators):
     return mutate
 
 
-_PACKERS = {b'\x1f\x8b': (gzip.decompress, lambda data: gzip.compress(data, mtime=0)), b'BZh': (bz2.decompress, bz2.compress),
-            b'\xfd7zXZ': (lzma.decompress, lzma.compress)}
+_PACKERS = {        # compression is quick: at the usual levels it would take most of the time of an input
+    b'\x1f\x8b': (gzip.decompress, functools.partial(gzip.compress, compresslevel=1, mtime=0)),
+    b'BZh': (bz2.decompress, functools.partial(bz2.compress, compresslevel=1)),
+    b'\xfd7zXZ': (lzma.decompress, functools.partial(lzma.compress, preset=0))}
 
 
 def unpacked(*mutators):

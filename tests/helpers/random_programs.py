@@ -7,6 +7,7 @@ A program is drawn from a list of numbers, so that a failing one can be made sho
     float64         the loss of the first step and its derivative in two directions, against the formulas of the ops
     on a GPU        or the emulator instead, loss and gradient of the first step, against the CPU
 """
+import copy
 import math
 import random
 from dataclasses import dataclass
@@ -28,20 +29,27 @@ from pyops.steps import Steps
 SAMPLES, TOKENS, NUMBERS = 40, 11, 40           # samples of a data set; different tokens; numbers of a program
 LOSS_TOLERANCE, DERIVATIVE_TOLERANCE = 1e-4, 5e-3
 WIDTHS = 3, 1, 2, 5, 8, 16, 17, 33
+LARGE = 50                      # one of so many programs is so large that threads share the work of most of its kernels
 ACTIVATIONS = 'ReLU', 'GELU', 'SiLU', 'Tanh', 'Sigmoid', 'LeakyReLU'
 
 
 class Draws:
     """Choices from a list of numbers.  When it is used up, each is the first, simplest option."""
 
-    def __init__(self, numbers):
+    def __init__(self, numbers, is_large=None):
+        """is_large: whether sizes are large; None: draw it"""
         self._numbers = iter(numbers)
+        self.is_large = self.pick(*[False] * (LARGE - 1), True) if is_large is None else is_large
 
     def pick(self, *options):
         return options[next(self._numbers, 0) % len(options)]
 
     def widths(self, most=33):
-        return self.pick(*(n for n in WIDTHS if n <= most))
+        return self.sized([n for n in WIDTHS if n <= most], (160, 64, 300) if most > 17 else (160, 64))
+
+    def sized(self, small, large):
+        """Pick from one of two lists."""
+        return self.pick(*(large if self.is_large else small))
 
 
 @dataclass
@@ -75,7 +83,7 @@ def program_of(numbers):
     if kind == 'vectors':
         shape = (draws.widths(),)
     elif kind == 'images':
-        shape = draws.pick(1, 2, 3, 4), draws.pick(4, 5, 8, 9), draws.pick(4, 6, 9)
+        shape = draws.pick(1, 2, 3, 4), draws.sized((4, 5, 8, 9), (16, 15)), draws.sized((4, 6, 9), (16, 17))
     else:
         shape = draws.pick(1, 2, 5, 9), draws.widths(17)
     layers, now = [('Embedding', TOKENS, shape[1])] if kind == 'tokens' else [], shape
@@ -97,8 +105,10 @@ def program_of(numbers):
     if optimizer[0] == 'Muon' and not any(name == 'Linear' and min(rest[:2]) > 1 for name, *rest in layers[:-1]):
         optimizer = 'Adam', dict(lr=0.01, max_norm=1.0)
     least = 2 if 'BatchNorm' in str(layers) else 1
-    one, other = max(draws.pick(4, 1, 2, 7, 16, 33), least), max(draws.pick(3, 1, 8, 40), least)
-    steps = draws.pick(2, 1, 3, 5, 8, 20)
+    rows = {'vectors': 1, 'images': 4}.get(kind, shape[0])           # of a large sample: its batches have fewer
+    large = [n // rows for n in (900, 300, 96)]
+    one, other = (max(draws.sized(small, large), least) for small in ((4, 1, 2, 7, 16, 33), (3, 1, 8, 40)))
+    steps = draws.sized((2, 1, 3, 1, 2, 3, 2, 1, 5, 2, 3, 4, 8, 1, 2, 20), (2, 1, 3))
     return Program(shape, layers, classes, optimizer, [other if draws.pick(0, 0, 1) else one for _ in range(steps)],
                    draws.pick(*range(50)))
 
@@ -126,13 +136,13 @@ def _of_sequence(draws, shape):
         both = draws.pick(False, True)
         return [(kind, n, hidden, 1, draws.pick(True, False), True, 0.0, both)], (T, hidden * (1 + both))
     if kind in ('Attention', 'Encoder'):
-        width = draws.pick(4, 8, 16)
+        width = draws.sized((4, 8, 16), (128, 64))
         heads, dropout = draws.pick(1, 2, 4), draws.pick(0.0, 0.0, 0.1)
         return [('Linear', n, width, True), (kind, width, heads, dropout, draws.pick(False, True))], (T, width)
     if kind == 'Mean':
         return [('Mean', 1)], (n,)
     layers, (n,) = _of_vector(Draws([{'Linear': 0, 'activation': 1, 'LayerNorm': 2, 'Dropout': 5}[kind],
-                                     *(draws.pick(*range(8)) for _ in range(2))]), (n,))
+                                     *(draws.pick(*range(8)) for _ in range(2))], draws.is_large), (n,))
     return layers, (T, n)
 
 
@@ -140,7 +150,7 @@ def _of_image(draws, shape):
     C, H, W = shape
     kind = draws.pick('Conv2d', 'activation', 'BatchNorm2d', 'MaxPool2d', 'AvgPool2d', 'GroupNorm', 'Flatten', 'Dropout')
     if kind == 'Conv2d':
-        k, stride, padding, out = draws.pick(1, 2, 3), draws.pick(1, 2), draws.pick(0, 1), draws.pick(2, 1, 3, 8)
+        k, stride, padding, out = draws.pick(1, 2, 3), draws.pick(1, 2), draws.pick(0, 1), draws.sized((2, 1, 3, 8), (16, 8))
         return [(kind, C, out, k, stride, padding)], (out, *((n + 2 * padding - k) // stride + 1 for n in (H, W)))
     if kind in ('MaxPool2d', 'AvgPool2d'):
         return ([(kind, 2)], (C, H // 2, W // 2)) if min(H, W) > 3 else ([('Tanh',)], shape)
@@ -259,12 +269,23 @@ class Planned:
     def __init__(self, program):
         self.training = Training(program)
         self.steps = self.training.steps()
-        self._start = [get(array).copy() for array in self.training.changing()]
+        self._start = [(array, put(get(array).copy())) for array in self.training.changing()]
+
+    def recorded_again(self):
+        """Return the same program without plans."""
+        other = copy.copy(self)
+        other.steps = self.training.steps()
+        return other
+
+    def at_the_start(self):
+        """Return the Training as it was before all steps."""
+        for array, start in self._start:
+            array[...] = start
+        return self.training
 
     def run(self, runner=None):
         """Run all steps; return the Training.  runner: as of Steps"""
-        for array, start in zip(self.training.changing(), self._start, strict=True):
-            array[...] = put(start)
+        self.at_the_start()
         if runner:
             self.steps.runner = runner
         for rows in self.training.batches:
@@ -274,7 +295,7 @@ class Planned:
 
 
 def after_another_size(planned):
-    another = Planned(planned.training.program)
+    another = planned.recorded_again()
     for n in (5, SAMPLES):
         another.steps.plan(put(np.arange(n)))
     return another.run()
@@ -283,7 +304,7 @@ def after_another_size(planned):
 def without_reuse(planned):
     give_back, Plan._give_back = Plan._give_back, lambda self, block: self._live.pop(block.address, None)
     try:
-        return Planned(planned.training.program).run()
+        return planned.recorded_again().run()
     finally:
         Plan._give_back = give_back
 
@@ -322,7 +343,7 @@ def difference(program):
                 return f'{name}: {", ".join(wrong)} differ from those of steps without a plan'
         if ON_GPU:
             return difference_from_the_cpu(program)
-        return None if program.has_dropout else difference_from_float64(program)
+        return None if program.has_dropout else difference_from_float64(planned.at_the_start())
 
 
 def difference_from_the_cpu(program):
@@ -342,9 +363,8 @@ def difference_from_the_cpu(program):
     return f'CPU: the gradient differs by {error:.1e} of its norm' if error > DERIVATIVE_TOLERANCE else None
 
 
-def difference_from_float64(program):
-    """Compare loss and gradient of the first step with float64.  Return text about a difference, or None."""
-    training = Training(program)
+def difference_from_float64(training):
+    """Compare loss and gradient of the first step of a Training with float64.  Return text about a difference, or None."""
     rows, params = training.batches[0], training.net.params
     params.zero_grads()
     loss = training.loss(rows)
@@ -357,8 +377,10 @@ def difference_from_float64(program):
                   'the direction of the gradient': np.sign(gradient)}
     for name, direction in directions.items():
         # a kink between the two points spoils one step size, and rarely both
-        error = min(_derivative_error(training, rows, gradient, direction * step) for step in (2.0**-13, 2.0**-17))
-        if error > DERIVATIVE_TOLERANCE:
+        for step in (2.0**-13, 2.0**-17):
+            if (error := _derivative_error(training, rows, gradient, direction * step)) <= DERIVATIVE_TOLERANCE:
+                break
+        else:
             return f'float64: the derivative in {name} differs by {error:.1e} of the norm of the gradient'
     return None
 

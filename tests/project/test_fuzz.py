@@ -1,4 +1,5 @@
 """Random inputs of all readers are read, or refused with one line; `make fuzz` runs more of them."""
+import dis
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from fuzzing import TARGETS, Failure, Target, fuzz, limits, outcome, shortened
+from probes import Probes
 
 from pyops.errors import UserError
 from pyops.inspect.checks import Refused
@@ -24,7 +26,7 @@ def test_random_inputs_are_read_or_refused_with_one_line(name, tmp_path):
     found = list(itertools.islice(fuzz(name, 0, tmp_path), COUNT))
     assert [(data, result.text) for data, result in found if isinstance(result, Failure)] == []
     refused = sum(result is not None for _, result in found)
-    assert len({data for data, _ in found}) > COUNT // 4
+    assert len({data for data, _ in found}) > 0.9 * COUNT
     assert refused < COUNT and (refused > COUNT // 8 or name in ('manifest', 'request'))    # these two report what they refuse
 
 
@@ -77,15 +79,111 @@ def test_a_reader_that_does_not_survive_is_found(run, kind, tmp_path, monkeypatc
 
 def test_the_search_reaches_lines_behind_several_conditions(tmp_path, monkeypatch):
     """A chain of conditions that random bytes meet only one after the other."""
-    source = ['def run(path):', '    data = path.read_bytes()']
+    source = ['def run(data):']
     for place, letter in enumerate(b'abc'):
         source += [f'    if data[{place + 4}:{place + 5}] != bytes([{letter}]):', '        return']
-    names = {}
-    exec(compile('\n'.join([*source, '    raise KeyError']), fuzzing._TRACED + 'a_reader', 'exec'), names)
-    grown = Target(lambda folder: [b'seed'], lambda rng, data: data + bytes([rng.choice(b'abcdef')]), names['run'])
+    run = loaded(tmp_path / 'a_reader.py', '\n'.join([*source, '    raise KeyError']))['run']
+    grown = Target(lambda folder: [b'seed'], lambda rng, data: data + bytes([rng.choice(b'abcdef')]), run, in_memory=True)
     monkeypatch.setitem(TARGETS, 'idx', grown)
-    found = itertools.islice(fuzz('idx', 0, tmp_path), 2000)
-    assert next(data for data, result in found if isinstance(result, Failure))[:7] == b'seedabc'
+    monkeypatch.setattr(fuzzing, 'PROBES', Probes(tmp_path))
+    found, corpus = [], []
+    for data, result in itertools.islice(fuzz('idx', 0, tmp_path, corpus=corpus), 2000):
+        found.append(data)
+        if isinstance(result, Failure):
+            break
+    assert found[-1][:7] == b'seedabc' and len(set(found)) == len(found)
+    assert [data[4:6] for data in corpus][-1] == b'ab' and len(corpus) < 5
+
+    (tmp_path / 'again').mkdir()
+    corpus = [b'seedx', b'seedab', b'seedxx', b'seedabc', b'seedaba']
+    again = fuzz('idx', 1, tmp_path / 'again', corpus=corpus)
+    assert [next(again)[0], next(again)[0]] == [b'seed', b'seedabc']        # of the corpus, those that fail
+    assert corpus == [b'seedab']                                            # and reach new lines
+
+
+def loaded(path, source):
+    """Write a file of Python, and return what it defines."""
+    path.write_text(source)
+    names = {}
+    exec(compile(source, str(path), 'exec'), names)
+    return names
+
+
+def test_a_statement_that_runs_for_the_first_time_is_noticed(tmp_path):
+    names = loaded(tmp_path / 'code.py', '''
+import functools
+
+def outer(kind):
+    """A docstring."""
+    def inner(n):
+        if n:
+            return n + 1
+        return made[0]
+    made = [0]
+    return inner
+
+.cache
+def several(kind):
+    for n in range(3):
+        try:
+            if kind == n:
+                raise KeyError(n)
+        except KeyError:
+            return kind
+        finally:
+            kind += 0
+    else:
+        pass
+    match kind:
+        case 7:
+            return 8
+
+class Kind:
+    def method(self):
+        return super().__init__()
+''')
+    outer, several, kind = names['outer'], names['several'], names['Kind']()
+    codes, early = [outer.__code__, several.__wrapped__.__code__], outer(0)
+    probes = Probes(tmp_path)
+    probes.install()
+    assert not probes.has_new() and outer.__doc__ == 'A docstring.'
+    calls = [lambda: early(1), lambda: early(0), lambda: outer(0), lambda: several(0), lambda: several(9), lambda: several(7),
+             kind.method]
+    for call in calls:
+        call()
+        assert probes.has_new() and not probes.has_new()
+        call()
+        assert not probes.has_new()
+    assert outer(0)(1) == 2 and not probes.has_new()        # closures share the probes of their function
+
+    probes.install()
+    before = probes_of(several.__wrapped__)
+    assert [early(1), several.__wrapped__(1)] == [2, 1] and probes.has_new()
+    probes.thin()
+    assert probes_of(early) == 1 and 0 < probes_of(several.__wrapped__) < before
+    assert [early(1), several.__wrapped__(1)] == [2, 1] and not probes.has_new()
+    assert early(0) == 0 and probes.has_new()               # a statement that still has its probe
+    assert several.__wrapped__(7) == 8 and probes.has_new()
+    probes.thin()
+    names['several'].__wrapped__(7)
+    assert not probes.has_new()
+    probes.remove()
+    assert [outer.__code__, several.__wrapped__.__code__] == codes and outer.__code__ is codes[0]
+    assert outer(0)(0) == 0 and not probes.has_new()
+
+
+def probes_of(function):
+    return sum(instruction.opname == 'STORE_SUBSCR' for instruction in dis.get_instructions(function))
+
+
+def test_the_lines_of_a_traceback_stay_with_probes(tmp_path):
+    run = loaded(tmp_path / 'code.py', 'def run(x):\n    y = x\n\n    return y / 0\n')['run']
+    probes = Probes(tmp_path)
+    probes.install()
+    with pytest.raises(ZeroDivisionError) as error:
+        run(1)
+    assert error.traceback[-1].lineno == 3                  # counted from 0
+    probes.remove()
 
 
 def test_the_same_seed_gives_the_same_inputs(tmp_path):
@@ -114,8 +212,8 @@ def test_the_script_saves_an_input_that_ends_the_process_and_runs_it_again(tmp_p
     fails = reader(lambda path: len(path.read_bytes()) > 5 and int('x'))
     monkeypatch.setitem(TARGETS, 'npy', fails)
     monkeypatch.setitem(TARGETS, 'idx', fails._replace(run=lambda path: len(path.read_bytes()) > 4 and os._exit(3)))
-    assert script.main(['npy', 'idx', '--minutes', '0.02']) == 1
-    assert {path.name[:4] for path in tmp_path.iterdir()} == {'npy-', 'idx-'}
+    assert script.main(['npy', 'idx', '--minutes', '0.02', '--workers', '2']) == 1
+    assert {path.name[:4] for path in tmp_path.iterdir() if path.is_file()} == {'npy-', 'idx-'}
     saved = next(path for path in tmp_path.iterdir() if path.name.startswith('npy-'))
     assert len(saved.read_bytes()) == 6                     # made short
     with pytest.raises(ValueError, match='invalid literal'):

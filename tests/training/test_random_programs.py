@@ -2,7 +2,7 @@
 import pytest
 import random_programs
 from places import ON_GPU, on_the_cpu
-from random_programs import difference, difference_from_float64, numbers_of, program_of, shrink
+from random_programs import Training, difference, difference_from_float64, numbers_of, program_of, shrink
 
 from pyops import ops
 from pyops.plan import Plan
@@ -22,6 +22,13 @@ def test_a_random_program_gives_the_same_bits_in_all_ways(seed):
 def test_a_program_that_once_showed_a_defect(numbers):
     program = program_of(numbers)
     assert difference(program) is None, program
+
+
+def test_threads_share_the_work_of_large_programs():
+    large = [program for program in map(program_of, map(numbers_of, range(500))) if max(program.sizes) > 60]
+    assert 0 < len(large) < 40
+    assert any(max(program.sizes) * max(max(rest[:2]) for name, *rest in program.layers if name == "Linear") > 1 << 17
+               for program in large)
 
 
 def test_programs_have_layers_of_all_kinds_and_repeat():
@@ -53,7 +60,7 @@ def test_a_gradient_that_is_wrong_is_found_and_the_program_made_short(monkeypatc
     monkeypatch.setattr(ops.ReLU, 'backward', lambda self, dy, ctx: backward(self, dy * 1.1, ctx))
 
     def fails(numbers):
-        found = difference_from_float64(program_of(numbers))
+        found = difference_from_float64(Training(program_of(numbers)))
         return found is not None and found.startswith('float64: the derivative')
     numbers = next(numbers for numbers in map(numbers_of, range(100))
                    if "'ReLU'" in str(program_of(numbers).layers) and fails(numbers))
