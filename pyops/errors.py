@@ -38,8 +38,9 @@ def require(program: str, package: str, extra: str) -> None:
 
 def printable(text: object) -> str:
     """Return `text` as one line that is safe to print: control characters and invalid bytes become \\x1b and the like."""
-    return ''.join(letter if letter.isprintable() else letter.encode('unicode_escape', 'surrogatepass').decode()
-                   for letter in str(text))
+    line = str(text)
+    return line if line.isprintable() else ''.join(
+        letter if letter.isprintable() else letter.encode('unicode_escape', 'surrogatepass').decode() for letter in line)
 
 
 class Interrupted(Exception):

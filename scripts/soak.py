@@ -68,7 +68,7 @@ def main(argv=None):
         if found:
             counts, seconds = found
             programs = counts.runs.last - seed + 1
-            print(f'{counts}in {time.perf_counter() - start:.0f} s, {1000 * seconds / programs:.0f} ms of processor time a program')
+            print(f'{counts}in {time.perf_counter() - start:.0f} s, {1000 * seconds / programs:.0f} ms of processor time each')
             totals.save(args, 'soak', counts, f'python -m {PROGRAM} --save')
     if workers.signal:
         raise Interrupted(workers.signal)
@@ -106,8 +106,8 @@ def run(workers, first, seconds, processes):
 
 
 def in_process(next_one, send, is_over):
-    """Run programs.   Before each, send its seed; after it, the device, its layers and steps, whether it failed, and its seconds
-    of processor time"""
+    """Run programs.   Before each, send its seed; after it, the device, its layers and steps, whether it failed, and the
+    seconds of processor time"""
     import pyops.ndarray  # noqa: F401, I001     with PYOPS_BACKEND=gpu the import selects the GPU, before the next ones
     from pyops import backend
     from random_programs import WAYS, difference, numbers_of, program_of, shrink

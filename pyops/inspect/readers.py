@@ -158,17 +158,22 @@ def _read_npy(path: str, key: str) -> np.ndarray:
 
 def _map_npy(path: str) -> np.ndarray:
     try:
-        # Memory-mapped, so that a header with a wrong shape cannot cause a large allocation.
-        array = np.load(path, mmap_mode='r', allow_pickle=False)
-    except OSError:
+        with open(path, 'rb') as file:
+            if file.read(4) == b'PK\x03\x04':
+                raise Refused('an .npz archive; expected one .npy file per array')
+            file.seek(0)
+            # Versions 2 and 3 differ in the names of fields, and an array with fields is refused.
+            is_first = np.lib.format.read_magic(file) == (1, 0)
+            shape, in_columns, dtype = (np.lib.format.read_array_header_1_0 if is_first else
+                                        np.lib.format.read_array_header_2_0)(file)
+            if dtype.kind not in 'fiub' or dtype.itemsize > 8:       # numpy divides by 0 if items have no bytes
+                raise Refused(f'a tensor of {printable(dtype)[:40]}: {_EXPECTED}')
+            # Memory-mapped, so that a header with a wrong shape cannot cause a large allocation.
+            return np.memmap(path, dtype, 'r', file.tell(), shape, 'F' if in_columns else 'C')
+    except (OSError, Refused):
         raise
     except Exception as error:          # numpy parses the header with Python's tokenizer, which raises its own errors
-        raise Refused(f'truncated, an array of Python objects, or not a .npy file ({printable(error)[:100]})') from error
-    if not isinstance(array, np.ndarray):
-        raise Refused('an .npz archive; expected one .npy file per array')
-    if array.dtype.kind not in 'fiub' or array.dtype.itemsize > 8:
-        raise Refused(f'a tensor of {printable(array.dtype)[:40]}: {_EXPECTED}')
-    return array
+        raise Refused(f'truncated, or not a .npy file ({printable(error)[:100]})') from error
 
 
 def _describe_pt(path: str) -> list[Description]:

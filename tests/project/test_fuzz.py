@@ -122,7 +122,7 @@ def outer(kind):
     made = [0]
     return inner
 
-.cache
+@functools.cache
 def several(kind):
     for n in range(3):
         try:
