@@ -168,6 +168,8 @@ def _map_npy(path: str) -> np.ndarray:
                                         np.lib.format.read_array_header_2_0)(file)
             if dtype.kind not in 'fiub' or dtype.itemsize > 8:       # numpy divides by 0 if items have no bytes
                 raise Refused(f'a tensor of {printable(dtype)[:40]}: {_EXPECTED}')
+            if not is_shape(shape):
+                raise Refused(f'an array of shape {printable(shape)[:80]}')
             # Memory-mapped, so that a header with a wrong shape cannot cause a large allocation.
             return np.memmap(path, dtype, 'r', file.tell(), shape, 'F' if in_columns else 'C')
     except (OSError, Refused):

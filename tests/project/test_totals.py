@@ -133,6 +133,25 @@ def test_processes_end_if_their_messages_are_not_read():
         os.kill(child, 0)
 
 
+def test_a_program_that_ends_its_process_counts_as_failed_and_the_next_ones_run(monkeypatch, capsys):
+    def in_process(next_one, send, is_over):
+        while not is_over():
+            with next_one.get_lock():
+                seed = next_one.value
+                next_one.value += 1
+            send(seed)
+            if seed == 12:
+                os._exit(3)
+            send(['cpu', ['Linear', 'Tanh'], 4, seed == 13, 0.5])
+            time.sleep(0.01)
+    monkeypatch.setattr(soak, 'in_process', in_process)
+    with Workers() as team:
+        counts, seconds = soak.run(team, 10, 2, 1)
+    done = counts.runs.last - 10                            # all but one
+    assert done > 4 and counts[1:] == (2 * done, 2, 4 * done, 2, ('cpu',)) and seconds == 0.5 * done
+    assert 'seed 12 : the process ended with status 3' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('name, flags, kind', [('soak', ['--seconds', '600'], soak.Counts),
                                                ('fuzz', ['idx', 'recipe', '--minutes', '0.1'], fuzz.Counts)])
 def test_runs_that_are_ended_early_add_their_counts_to_the_page(name, flags, kind, tmp_path):
