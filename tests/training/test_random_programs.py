@@ -9,7 +9,8 @@ from pyops.plan import Plan
 from pyops.steps import Steps
 
 COUNT = 6 if ON_GPU else 24
-FOUND = []          # numbers of programs that showed a defect, made short
+# Numbers of programs that failed.  11226: the loss bends within every step, since rows before a norm are almost constant.
+FOUND = [numbers_of(11226)]
 
 
 @pytest.mark.parametrize('seed', range(COUNT))
