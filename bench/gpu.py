@@ -256,12 +256,11 @@ class Contest:
 
 
 class Translator(NamedTuple):
-    """A training of a translator on random sentences.  module: of bench, with ours() and theirs();  stores_bf16: whether its
-    program stores activations as bfloat16 with --precision bf16;  preset: settings of the program."""
+    """A training of a translator on random sentences.  module: of bench, with ours() and theirs();  preset: settings of the
+    program."""
     what: str
     module: str
     lr: float
-    stores_bf16: bool
     preset: dict = {}
 
     def config(self, sizes, own):
@@ -326,7 +325,6 @@ class LanguageModel(NamedTuple):
     Sequences are as long as the table of positions.
     """
     what: str
-    stores_bf16: bool = True
 
     def config(self, sizes, own):
         return llmc.Size(**own)
@@ -358,9 +356,9 @@ class LanguageModel(NamedTuple):
         return make_step(torch.torch.compile(twin) if compiled else twin, gpt2.LR, on_gpu=torch.has_gpu)
 
 
-TRAININGS = {'seq2seq': Translator('seq2seq step', 'seq2seq', 0.005, False),
-             'transformer': Translator('transformer small step', 'transformer', 0.001, True),
-             'base': Translator('transformer base step', 'transformer', PRESETS['base']['lr'], True, PRESETS['base']),
+TRAININGS = {'seq2seq': Translator('seq2seq step', 'seq2seq', 0.005),
+             'transformer': Translator('transformer small step', 'transformer', 0.001),
+             'base': Translator('transformer base step', 'transformer', PRESETS['base']['lr'], PRESETS['base']),
              'gpt2': LanguageModel('GPT-2 step')}
 
 
@@ -410,7 +408,7 @@ def training_contest(run, name, precision):
 
     def next_rows():
         return order[next(place) % len(order)]
-    with precision_of(precision, training.stores_bf16):
+    with precision_of(precision, stores_bf16=True):
         def start():
             trained = with_early_start('never')
             return trained, trained.first(checked)
@@ -432,11 +430,11 @@ def training_contest(run, name, precision):
             step = training.torch_step(torch, config, here.weights, compiled)
             return lambda chosen: step(*torch_batch(chosen))
     contest = Contest(run, figure, here, checked, first, precision, here.repeated(next_rows), torch_step, rows, others)
-    with precision_of(precision, training.stores_bf16):
+    with precision_of(precision, stores_bf16=True):
         contest.against('eager')
 
     def finish():
-        with precision_of(precision, training.stores_bf16):
+        with precision_of(precision, stores_bf16=True):
             contest.finish(rate)
     return finish
 

@@ -349,7 +349,7 @@ def attention(T, B, D, heads, causal=False, p=0.0, stored=lambda x: x):
     return make
 
 
-def gru(T, B, inputs, H):
+def gru(T, B, inputs, H, stored=lambda x: x):
     def make():
         from pyops import backend
         from pyops.ops import GRU
@@ -357,11 +357,13 @@ def gru(T, B, inputs, H):
         scale = 1 / math.sqrt(H)
         params = parameters(rng, scale, w_ih=(3 * H, inputs), w_hh=(3 * H, H), b_ih=(3 * H,), b_hh=(3 * H,))
         x, h0, dh = (backend.put(rng.standard_normal(shape, np.float32)) for shape in ((T, B, inputs), (B, H), (T, B, H)))
+        x, dh = stored(x), stored(dh)
         lengths = backend.put(rng.integers(1, T + 1, B).astype(np.int32))
         op = GRU(*(params[name] for name in params))
 
         def call():
             params.zero_grads()
+            params.round()
             h, ctx = op.forward(x, h0, lengths)
             dx, dh0 = op.backward(dh, ctx)
             return dict(h=h, dx=dx, dh0=dh0, gradients=params.grads)
@@ -475,6 +477,7 @@ FULL_LAYERS = {
         'attention 64x256x512': attention(64, 256, 512, 8, p=0.1, stored=stored_bf16),
         'output layer 1152x256x13387': output_layer(1152, 256, 13387, stored_bf16),
         'output layer 4096x512x13387': output_layer(4096, 512, 13387, stored_bf16),
+        'gru 9x128x256': gru(9, 128, 256, 256, stored_bf16), 'gru 64x64x512': gru(64, 64, 512, 512, stored_bf16),
         'layer norm 1152x256': layer_norm(1152, 256), 'layer norm 16384x512': layer_norm(16384, 512)}.items()},
     'mlp_step 100x784x30': digits_step(5000, 100, 30), 'formats 2048x1024': formats(2048, 1024)}
 TRIAL_LAYERS = {
@@ -482,7 +485,8 @@ TRIAL_LAYERS = {
     'gru 5x8x16->32': gru(5, 8, 16, 32), 'output layer 40x16x70': output_layer(40, 16, 70),
     **{f'{name} {STORED}': make for name, make in {
         'attention 9x4x32': attention(9, 4, 32, 2, p=0.2, stored=stored_bf16),
-        'output layer 40x16x70': output_layer(40, 16, 70, stored_bf16), 'layer norm 40x24': layer_norm(40, 24)}.items()},
+        'output layer 40x16x70': output_layer(40, 16, 70, stored_bf16), 'gru 5x8x16->32': gru(5, 8, 16, 32, stored_bf16),
+        'layer norm 40x24': layer_norm(40, 24)}.items()},
     'mlp_step 20x784x30': digits_step(60, 20, 30), 'formats 40x70': formats(40, 70)}
 
 ROUNDS_EXACTLY = 'formats'          # the same bits on both devices

@@ -66,7 +66,7 @@ def run(step, precision):
     from bench import gpu
     from bench.gpu_contest import precision_of
     training, config, batch, *_ = gpu.training_of(step, gpu.FULL)
-    with precision_of(precision, training.stores_bf16) as device:
+    with precision_of(precision, stores_bf16=True) as device:
         trained = training.trained(config, training.data(np.random.default_rng(0), config, batch), None)
         first = launched(device)
         trained.steps(np.arange(batch))

@@ -24,8 +24,8 @@ static inline pyops_status check_pad(const char *who, const int32_t *offsets, in
     return check_packed(who, offsets, T, B, N);
 }
 
-static inline pyops_status check_gru(const char *who, const float *x, const int32_t *lengths, const int32_t *offsets, int64_t T,
-                                     int64_t B, int64_t N, int64_t I, int64_t H, int32_t reverse) {
+static inline pyops_status check_gru(const char *who, const pyops_real *x, const int32_t *lengths, const int32_t *offsets,
+                                     int64_t T, int64_t B, int64_t N, int64_t I, int64_t H, int32_t reverse) {
     PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1,
                   "%s: T=%lld B=%lld I=%lld H=%lld, expected T and H of at least 1, B and I of at least 0", who, LL(T), LL(B),
                   LL(I), LL(H));

@@ -129,7 +129,8 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
 pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias,
                                              const float *dy, const float *table, const int32_t *ids, const float *context,
                                              const int32_t *offsets, const float *weight, float *work, int64_t T, int64_t B,
-                                             int64_t N, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
+                                             int64_t N, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld,
+                                             int32_t add_dcontext, void *stream) {
     (void)stream;
     const pyops_status status = check("embedding_linear_backward", ids, context, offsets, T, B, N, V, E, C, O);
     if (status) return status;
@@ -177,7 +178,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
             if (C) multiply(k, dweight + E, I, transposed(s), c, O, C, B, PYOPS_ADD, scratch);
             const pyops_range own_tokens = multiply(k, drows, E, u, (pyops_view){weight, I, 1}, count, E, O, 0, scratch);
             for (int64_t i = own_tokens.from; i < own_tokens.to; i++) k->add(dtable + tokens[i] * E, drows + i * E, E);
-            if (C) multiply(k, dcontext, C, s, (pyops_view){weight + E, I, 1}, B, C, O, 0, scratch);
+            if (C) multiply(k, dcontext, C, s, (pyops_view){weight + E, I, 1}, B, C, O, add_dcontext ? PYOPS_ADD : 0, scratch);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "embedding_linear_backward: no memory for packed tiles") : PYOPS_OK;

@@ -427,26 +427,29 @@ PYOPS_API pyops_status pyops_embedding_positions_backward(
  * y[t,b,:] = [table[ids[t,b],:], context[b,:]] weight' + bias
  * With weight = [w_e w_c] this is table[id] w_e' + bias, computed once for each distinct token, plus context[b] w_c', the same
  * at every step.  backward, with u[v] = the sum of dy over the positions of token v, and s[b] = sum_t dy[t,b]:
- *   dtable[v] += u[v] w_e;   dcontext[b] = s[b] w_c;   dweight += [sum_v u[v]' table[v], sum_b s[b]' context[b]];   dbias += sum dy
+ *   dtable[v] += u[v] w_e;   dcontext[b] = s[b] w_c, += with add_dcontext;   dbias += sum dy
+ *   dweight += [sum_v u[v]' table[v], sum_b s[b]' context[b]]
  * ids (T,B) int32 in [0,V)   table, dtable (V,E)   context, dcontext (B,C), both NULL and C = 0 without a context
  * weight, dweight (O,E+C)   bias, dbias (O)   y (T,B,O)   dy (T,B,O), rows ld floats apart
  * touched: as in pyops_embedding_backward, for dtable
+ * With a bfloat16 y or dy the weight may have either type.
  * offsets (B+1) int32, or NULL: packed rows.  ids (N), y (N,O), dy (N,O): sequence b is rows offsets[b] to offsets[b+1] - 1, at
  * most T of them.  Without offsets N is 0.
  */
 PYOPS_API pyops_status pyops_embedding_linear_forward(
-    float *y, const float *table, const int32_t *ids, const float *context, const int32_t *offsets,
-    const float *weight, const float *bias,
+    pyops_real *y, const float *table, const int32_t *ids, const float *context, const int32_t *offsets,
+    const pyops_real *weight, const float *bias,
     float *work,
     int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O, void *stream);
 PYOPS_API int64_t pyops_embedding_linear_forward_work(
     int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O);
 PYOPS_API pyops_status pyops_embedding_linear_backward(
     float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias,
-    const float *dy, const float *table, const int32_t *ids, const float *context, const int32_t *offsets,
-    const float *weight,
+    const pyops_real *dy, const float *table, const int32_t *ids, const float *context, const int32_t *offsets,
+    const pyops_real *weight,
     float *work,
-    int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream);
+    int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, int32_t add_dcontext,
+    void *stream);
 PYOPS_API int64_t pyops_embedding_linear_backward_work(
     int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O);
 
@@ -675,21 +678,22 @@ PYOPS_API pyops_status pyops_unpad_rows(
  * sequence, h0 if it has no step, and dh_last is the gradient of last.  Without offsets N and reverse are 0, and last is NULL.
  * The caller may compute the input product and pass it as a (T,B,3H), otherwise NULL.  Then I = 0; x, w_ih, b_ih and their
  * gradients are NULL; and the gradient of a is in dgates.
+ * With bfloat16 activations the weights may have either type, and the sum for h[t] reads h[t-1] before it is rounded.
  * Cho et al. 2014, arXiv:1406.1078 (reset before); cuDNN and PyTorch use reset after.
  */
 PYOPS_API pyops_status pyops_gru_forward(
-    float *h, float *gates, float *last,
-    const float *x, const float *a, const float *h0, const int32_t *lengths, const int32_t *offsets,
-    const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
+    pyops_real *h, pyops_real *gates, float *last,
+    const pyops_real *x, const pyops_real *a, const float *h0, const int32_t *lengths, const int32_t *offsets,
+    const pyops_real *w_ih, const pyops_real *w_hh, const float *b_ih, const float *b_hh,
     float *work,
     int64_t T, int64_t B, int64_t N, int64_t I, int64_t H, int32_t reset_before, int32_t reverse, void *stream);
 PYOPS_API int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t N, int64_t I, int64_t H);
 PYOPS_API pyops_status pyops_gru_backward(
-    float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates,
-    const float *dh, const float *dh_last,
-    const float *x, const float *h0, const int32_t *lengths, const int32_t *offsets,
-    const float *w_ih, const float *w_hh,
-    const float *h, const float *gates,
+    pyops_real *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, pyops_real *dgates,
+    const pyops_real *dh, const float *dh_last,
+    const pyops_real *x, const float *h0, const int32_t *lengths, const int32_t *offsets,
+    const pyops_real *w_ih, const pyops_real *w_hh,
+    const pyops_real *h, const pyops_real *gates,
     float *work,
     int64_t T, int64_t B, int64_t N, int64_t I, int64_t H, int32_t reset_before, int32_t reverse, void *stream);
 PYOPS_API int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t N, int64_t I, int64_t H);

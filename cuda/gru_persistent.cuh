@@ -52,12 +52,19 @@ static constexpr int sums_of_block(int n) { return WARPS * ROWS * sums_of_row(n)
 
 template <int N, Precision P> struct Product { static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N); };
 
-// Four consecutive k, rounded for the tensor cores.
+// Four consecutive k, rounded for the tensor cores; bfloat16 is used as it is.
 DEVICE uint4 rounded(float4 x, std::integral_constant<Precision, Precision::tf32>) {
     return {to_tf32(x.x), to_tf32(x.y), to_tf32(x.z), to_tf32(x.w)};
 }
 DEVICE uint2 rounded(float4 x, std::integral_constant<Precision, Precision::bf16>) {
     return {pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)};
+}
+template <class Precise> DEVICE auto quad_at(const float *x, Precise precise) {
+    return rounded(*reinterpret_cast<const float4 *>(x), precise);
+}
+template <class Precise> DEVICE uint2 quad_at(const bf16 *x, Precise) {
+    static_assert(Precise::value == Precision::bf16);
+    return *reinterpret_cast<const uint2 *>(x);
 }
 
 // Store the weights in the layout that `multiply` reads; quad(column, k) returns k .. k+3, zeros outside the matrix.
@@ -98,9 +105,9 @@ template <int COUNT, int STEP, int LAST> DEVICE void add_parts(float *sum) {
     }
 }
 
-// This warp's contribution to the sums of a chunk: its slice of K for one tile of rows, `stride` floats apart.
-template <int N, Precision P>
-DEVICE void multiply(float *sums, const float *weights, const float *rows, int stride, int segments, int slices) {
+// This warp's contribution to the sums of a chunk: its slice of K for one tile of rows, `stride` elements apart.
+template <int N, Precision P, class T>
+DEVICE void multiply(float *sums, const float *weights, const T *rows, int stride, int segments, int slices) {
     constexpr int SUM_ROW = Product<N, P>::SUM_ROW;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / slices, slice = warp % slices;
     const int from = segments * slice / slices, to = segments * (slice + 1) / slices;
@@ -144,7 +151,7 @@ DEVICE void multiply(float *sums, const float *weights, const float *rows, int s
         const Quad *w = reinterpret_cast<const Quad *>(weights) + from * (N * 4) + lane;
         float sum[TILES][4] = {};                               // columns g, g+8 of rows 2t, 2t+1
         for (int segment = from; segment < to; segment++, w += N * 4) {
-            const Quad b = rounded(*reinterpret_cast<const float4 *>(rows + g * stride + segment * SEGMENT + t * 4), Precise{});
+            const Quad b = quad_at(rows + g * stride + segment * SEGMENT + t * 4, Precise{});
             Quad a[2 * TILES] = {};
 #pragma unroll
             for (int i = 0; i < N / 8; i++) a[i] = w[i * 32];
@@ -185,27 +192,28 @@ struct Partition {
     int H, padded;                          // padded: H rounded up to whole segments
     int units, teams, team;                 // units per block, number of teams, blocks per team
     int tiles, chunk;                       // tiles per team, tiles per chunk
-    int stride, buffers;                    // floats from row to row in shared memory; 2 buffers: chunks are prefetched
+    int stride, buffers;                    // elements from row to row in shared memory; 2 buffers: chunks are prefetched
     int held;                               // rows in shared memory
-    size_t others;                          // bytes of shared memory for everything but these rows
+    size_t element, others;                 // bytes of an element of these rows; of shared memory for everything else
     bool cluster;
 
     int most_chunks() const { return blocks_for(tiles, chunk); }
-    size_t shared() const { return others + sizeof(float) * size_t(held) * stride; }
+    size_t shared() const { return others + element * size_t(held) * stride; }
 };
 
 // Shared memory and traffic of a kernel, for blocks of 8, 16 and 32 units.  K consists of parts of H.
 struct Needs {
     int weights[3], sums[3];                // floats of a block: of weights per k of a part; of sums
     int kept, at_once, copied;              // number of parts: resident, multiplied at once, copied per row and step
+    size_t element;                         // bytes of an element of a row
 };
 
 // Of the partitions that fit, return the one with the fewest multiplications per block and step; on a tie the one that copies
 // least (the weights once, the rows in each step).  teams = 0: none fits.
 static Partition partition_for(int64_t T, int64_t B, int64_t H, const Needs &needs) {
-    // Every block of a team copies all rows of the team in each step.  More floats than this take longer, at the bandwidth of
+    // Every block of a team copies all rows of the team in each step.  More bytes than this take longer, at the bandwidth of
     // the L2 cache, than launching a product per step, which reuses its operands better.
-    constexpr int64_t MOST_COPIED = 128 * 1024;
+    constexpr int64_t MOST_COPIED = 512 * 1024;
     Partition best = {};
     if (H > 32 * pyops_multiprocessors()) return best;
     const int64_t all = blocks_for<int64_t>(B, ROWS);           // tiles
@@ -215,13 +223,14 @@ static Partition partition_for(int64_t T, int64_t B, int64_t H, const Needs &nee
         p.team = blocks_for(p.H, p.units);
         if (p.team > pyops_multiprocessors()) continue;
         const int64_t tiles = blocks_for<int64_t>(all, pyops_multiprocessors() / p.team);
-        const int64_t work = tiles * p.units, in_step = tiles * ROWS * needs.copied * p.padded;
-        const int64_t copied = int64_t(needs.kept) * p.padded * needs.weights[i] + T * in_step;
+        const int64_t work = tiles * p.units, in_step = tiles * ROWS * needs.copied * p.padded * int64_t(needs.element);
+        const int64_t copied = int64_t(needs.kept) * p.padded * needs.weights[i] * int64_t(sizeof(float)) + T * in_step;
         if (in_step > MOST_COPIED || work > least || (work == least && copied >= least_copied)) continue;
         p.tiles = int(tiles);
         p.teams = int(blocks_for<int64_t>(all, tiles));
         p.stride = needs.at_once * p.padded;
-        if (p.stride % 32 == 0) p.stride += 16;                 // rows begin 16 banks apart
+        if (p.stride % 32 == 0) p.stride += 16;                 // rows begin 16 banks apart, in bfloat16 8 or 24
+        p.element = needs.element;
         // At least three chunks if there are enough tiles: then a block has work while it waits for its team.
         for (p.chunk = WARPS; p.chunk > 1 && 3 * p.chunk > p.tiles; p.chunk /= 2) {}
         p.buffers = p.most_chunks() > 2 ? 2 : 1;
@@ -240,25 +249,28 @@ static Partition partition_for(int64_t T, int64_t B, int64_t H, const Needs &nee
     return best;
 }
 
-static Partition forward_partition(int64_t T, int64_t B, int64_t H, bool before) {
-    const Precision p = pyops_precision_now();
-    Needs needs = {{}, {}, 1, 1, before ? 2 : 1};
+// Elements of bfloat16 are multiplied as they are; float32 is rounded to the current precision.
+template <class T> static Precision precision_of() { return std::is_same_v<T, bf16> ? Precision::bf16 : pyops_precision_now(); }
+
+template <class T> static Partition forward_partition(int64_t steps, int64_t B, int64_t H, bool before) {
+    const Precision p = precision_of<T>();
+    Needs needs = {{}, {}, 1, 1, before ? 2 : 1, sizeof(T)};
     for (int i = 0; i < 3; i++) {
         const int u = 8 << i;
         needs.weights[i] = before ? weights_of_k(2 * u, p) + weights_of_k(u, p) : weights_of_k(3 * u, p);
         needs.sums[i] = before ? sums_of_block(2 * u) : sums_of_block(3 * u);
     }
-    return partition_for(T, B, H, needs);
+    return partition_for(steps, B, H, needs);
 }
 
-static Partition backward_partition(int64_t T, int64_t B, int64_t H, bool before) {
-    const Precision p = pyops_precision_now();
-    Needs needs = {{}, {}, 3, before ? 2 : 3, 3};
+template <class T> static Partition backward_partition(int64_t steps, int64_t B, int64_t H, bool before) {
+    const Precision p = precision_of<T>();
+    Needs needs = {{}, {}, 3, before ? 2 : 3, 3, sizeof(T)};
     for (int i = 0; i < 3; i++) {
         needs.weights[i] = weights_of_k(8 << i, p);
         needs.sums[i] = sums_of_block(8 << i);
     }
-    return partition_for(T, B, H, needs);
+    return partition_for(steps, B, H, needs);
 }
 
 // ---- the schedule of a block -----------------------------------------------------------------------------------
@@ -302,9 +314,9 @@ DEVICE RowRange rows_of(const Partition &p, const Assignment &own, int chunk) {
 }
 
 // Prepare the exchange, and wait until this block has stored its weights, and all blocks that it exchanges with are ready.
-DEVICE void start(const Partition &p, const Assignment &own, float *rows, bool exchange) {
+template <class T> DEVICE void start(const Partition &p, const Assignment &own, T *rows, bool exchange) {
     if (p.padded != p.H)                                               // nothing overwrites the zeros of the padding
-        for (int i = threadIdx.x; i < p.held * p.stride; i += THREADS) rows[i] = 0.0f;
+        for (int i = threadIdx.x; i < p.held * p.stride; i += THREADS) rows[i] = as<T>(0.0f);
     if (!exchange) return __syncthreads();
     if (p.cluster) return cluster_sync();
     if (blockIdx.x % p.team == 0)
@@ -313,13 +325,13 @@ DEVICE void start(const Partition &p, const Assignment &own, float *rows, bool e
 }
 
 // In a cluster: where a block has the rows of a chunk, of the stage-th phase since the first step.
-DEVICE float *rows_in_cluster(float *rows, const Partition &p, int64_t stage, int chunk) {
+template <class T> DEVICE T *rows_in_cluster(T *rows, const Partition &p, int64_t stage, int chunk) {
     return rows + ((stage & 1) * (p.held / 2) + chunk * p.chunk * ROWS) * p.stride;
 }
 // Store a result of this thread for all blocks of the team; each starts with another block.
-DEVICE void share(const Partition &p, const Assignment &own, float *rows, int row, int part, float value) {
-    float *const to = rows + row * p.stride + part * p.padded + own.unit;
-    for (int i = 0; i < p.team; i++) store_shared(to, (blockIdx.x + i) % p.team, value);
+template <class T> DEVICE void share(const Partition &p, const Assignment &own, T *rows, int row, int part, float value) {
+    T *const to = rows + row * p.stride + part * p.padded + own.unit;
+    for (int i = 0; i < p.team; i++) store_shared(to, (blockIdx.x + i) % p.team, as<T>(value));
 }
 
 // Wait until each block of the team has finished a chunk `times` times.
@@ -334,22 +346,24 @@ DEVICE void arrive(const Assignment &own, int chunk) {
     if (threadIdx.x == 0) add_release(own.counters + chunk * COUNTER, 1);
 }
 
-// Copy rows of `ld` floats to shared memory: from each, `parts` parts of H floats, the first at column `first`.  The zeros
+// Copy rows of `ld` elements to shared memory: from each, `parts` parts of H elements, the first at column `first`.  The zeros
 // that pad each part to whole segments are already there.  A third part skips one: of dr dz dn du it is du.
 // at(i) is the index of the i-th row; a row with a negative index is not copied, and its products must not be used.
-template <class At>
-DEVICE void load(float *to, const float *from, int64_t ld, int count, At at, int first, int parts, const Partition &p) {
-    const bool whole = p.H % 4 == 0 && uintptr_t(from) % 16 == 0;      // then every row and part is aligned to 16 bytes
+template <class T, class From, class At>
+DEVICE void load(T *to, const From *from, int64_t ld, int count, At at, int first, int parts, const Partition &p) {
+    constexpr int WIDE = WIDEST<T>;
+    // then every row and part is aligned to 16 bytes
+    const bool whole = std::is_same_v<T, From> && p.H % WIDE == 0 && uintptr_t(from) % 16 == 0;
     const int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < count; row += WARPS) {
         const int64_t index = at(row);
         for (int part = 0; part < parts && index >= 0; part++) {
-            const float *const source = from + index * ld + first + (part + part / 2) * p.H;
-            float *const target = to + row * p.stride + part * p.padded;
+            const From *const source = from + index * ld + first + (part + part / 2) * p.H;
+            T *const target = to + row * p.stride + part * p.padded;
             if (whole) {
-                for (int k = lane * 4; k < p.H; k += 32 * 4) cp_async16(target + k, source + k);
+                for (int k = lane * WIDE; k < p.H; k += 32 * WIDE) cp_async16(target + k, source + k);
             } else {
-                for (int k = lane; k < p.H; k += 32) target[k] = source[k];
+                for (int k = lane; k < p.H; k += 32) target[k] = as<T>(as_float(source[k]));
             }
         }
     }
@@ -366,15 +380,15 @@ DEVICE Item next_item(Item item, const Assignment &own, int phases) {
 // run_items in a cluster.  `rows` is shared memory, and begin(item, rows) is called in the first stage only: in the others the
 // rows are there.  An item stores to rows that all blocks have read: they have arrived after the item that did, at least one
 // wait ago.  With several chunks, that holds even if a thread waits only after its next item.
-template <class Fetch, class Begin, class Finish>
-DEVICE void run_items_in_cluster(const Partition &p, const Assignment &own, int64_t items, int phases, float *rows, Fetch fetch,
+template <class T, class Fetch, class Begin, class Finish>
+DEVICE void run_items_in_cluster(const Partition &p, const Assignment &own, int64_t items, int phases, T *rows, Fetch fetch,
                                  Begin begin, Finish finish) {
     Item item = {0, 0, 0};
     bool arrived = false;                                              // and not yet waited
     for (int64_t i = 0; i < items; i++, item = next_item(item, own, phases)) {
         const auto fetched = fetch(item);
         const int64_t stage = item.step * phases + item.phase;
-        float *const from = rows_in_cluster(rows, p, stage, item.chunk);
+        T *const from = rows_in_cluster(rows, p, stage, item.chunk);
         const bool onward = i + own.chunks < items;                    // whether another item reads the results
         if (arrived && own.chunks == 1) {
             cluster_wait();
@@ -393,12 +407,12 @@ DEVICE void run_items_in_cluster(const Partition &p, const Assignment &own, int6
 // Run `items` items: fetch(item) reads the inputs that do not depend on the team, begin(item, rows) waits for the team and
 // starts to copy its results, finish(item, rows, fetched, onward) computes.  onward: NULL, or in a cluster where the rows of the
 // next stage are, in each block.
-template <class Fetch, class Begin, class Finish>
-DEVICE void run_items(const Partition &p, const Assignment &own, int64_t items, int phases, float *buffer, Fetch fetch,
-                      Begin begin, Finish finish) {
+template <class T, class Fetch, class Begin, class Finish>
+DEVICE void run_items(const Partition &p, const Assignment &own, int64_t items, int phases, T *buffer, Fetch fetch, Begin begin,
+                      Finish finish) {
     if (p.cluster) return run_items_in_cluster(p, own, items, phases, buffer, fetch, begin, finish);
     const bool ahead = p.buffers == 2 && own.chunks > 1;               // a single chunk's next item depends on this one
-    float *other = buffer + (p.buffers - 1) * p.chunk * ROWS * p.stride;
+    T *other = buffer + (p.buffers - 1) * p.chunk * ROWS * p.stride;
     Item item = {0, 0, 0};
     for (int64_t i = 0; i < items; i++) {
         const Item next = next_item(item, own, phases);
@@ -407,21 +421,21 @@ DEVICE void run_items(const Partition &p, const Assignment &own, int64_t items, 
         cp_async_wait<0>();
         __syncthreads();
         if (ahead && i + 1 < items) begin(next, other);
-        finish(item, buffer, fetched, nullptr);
+        finish(item, buffer, fetched, static_cast<T *>(nullptr));
         arrive(own, item.chunk);
         item = next;
-        float *const used = buffer;
+        T *const used = buffer;
         if (ahead) buffer = other, other = used;
     }
 }
 
-template <int U, Precision P, bool BEFORE>
-static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward f, const Partition p) {
+template <int U, Precision P, bool BEFORE, class T>
+static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward<T> f, const Partition p) {
     constexpr int PHASES = BEFORE ? 2 : 1, N = BEFORE ? 2 * U : 3 * U;         // columns of the first phase
     DYN_SHARED(float, weights);
     float *const weights_n = weights + p.padded * Product<N, P>::WEIGHTS;
-    float *const buffer = weights_n + (BEFORE ? p.padded * Product<U, P>::WEIGHTS : 0);
-    float *const sums = buffer + p.held * p.stride;
+    T *const buffer = reinterpret_cast<T *>(weights_n + (BEFORE ? p.padded * Product<U, P>::WEIGHTS : 0));
+    float *const sums = reinterpret_cast<float *>(buffer + p.held * p.stride);
     const int64_t H = p.H;
     const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk, column = threadIdx.x % U;
     const Assignment own = assignment_of(p, f.in, f.counters);
@@ -429,10 +443,8 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     // The columns of a product are the block's units, gate after gate, starting with gate `first`.
     const auto row_of_w = [&](int first, int column, int k) {
         const int unit = blockIdx.x % p.team * U + column % U;
-        const float *const w = f.w_hh + ((first + column / U) * H + unit) * H + k;
         if (unit >= H) return make_float4(0, 0, 0, 0);
-        if (k + 4 <= H && uintptr_t(w) % 16 == 0) return *reinterpret_cast<const float4 *>(w);
-        return make_float4(k < H ? w[0] : 0, k + 1 < H ? w[1] : 0, k + 2 < H ? w[2] : 0, k + 3 < H ? w[3] : 0);
+        return f.w_hh.four(((first + column / U) * H + unit) * H + k, H - k);
     };
     store_weights<N, P>(weights, segments, [&](int column, int k) { return row_of_w(0, column, k); });
     if (BEFORE) store_weights<U, P>(weights_n, segments, [&](int column, int k) { return row_of_w(2, column, k); });
@@ -448,15 +460,15 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
         if (!mine || row >= rows.count) return GateInputs{};
         const int64_t sequence = rows.from + row, at = f.in.row(item.step, sequence);
         if (at < 0) return GateInputs{};
-        const float *const h = item.step ? f.h + f.in.row(item.step - 1, sequence) * H : f.h0 ? f.h0 + sequence * H : nullptr;
-        GateInputs k = gate_inputs(f.a + at * f.a_row + own.unit, h ? h + own.unit : nullptr, H);
-        if (BEFORE && item.phase) k.z = f.gates[(at * 4 + 1) * H + own.unit];
+        const float h = f.before(item.step, sequence, own.unit, H);
+        GateInputs k = gate_inputs(f.a + at * f.a_row + own.unit, h, H);
+        if (BEFORE && item.phase) k.z = f.z(at, sequence, own.unit, H);
         return k;
     };
     run_items(
         p, own, own.steps * PHASES * own.chunks, PHASES, buffer,
         [&](const Item &item) { return fetch_row(item, rows_of(p, own, item.chunk), threadIdx.x / U); },
-        [&](const Item &item, float *to) {
+        [&](const Item &item, T *to) {
             const RowRange rows = rows_of(p, own, item.chunk);
             const auto row_at = [&](int64_t t) { return [=, &f](int row) { return f.in.row(t, rows.from + row); }; };
             const auto now = row_at(item.step);                                // a row after its end is not copied
@@ -466,7 +478,7 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
             else if (item.step) load(to, f.h, H, rows.count, before, 0, 1, p);
             else if (f.h0) load(to, f.h0, H, rows.count, [&](int row) { return rows.from + row; }, 0, 1, p);
         },
-        [&](const Item &item, const float *from, GateInputs next, float *onward) {
+        [&](const Item &item, const T *from, GateInputs next, T *onward) {
             const RowRange rows = rows_of(p, own, item.chunk);
             const bool zeros = item.phase == 0 && !item.step && !f.h0;         // h[-1] = 0: only the bias remains
             if (BEFORE && item.phase) multiply<U, P>(sums, weights_n, from, p.stride, segments, slices);
@@ -480,39 +492,45 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
                 next = fetch_row(item, rows, row + THREADS / U);
                 const int64_t at = f.in.row(item.step, rows.from + row);
                 if (!mine || at < 0) continue;
-                float *const h = f.h + at * H + own.unit, *const gate = f.gates + at * 4 * H + own.unit;
+                T *const h = f.h + at * H + own.unit, *const gate = f.gates + at * 4 * H + own.unit;
                 float result;
                 if constexpr (!BEFORE)
                     result = after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
                 else if (item.phase) result = before_gates_2(h, gate, H, k, b_n + total<U, P>(sums, slices, row, column));
-                else result = before_gates_1(gate, H, k, b_r + product(row, 0), b_z + product(row, 1));
+                else {
+                    const ResetBefore of = before_gates_1(gate, H, k, b_r + product(row, 0), b_z + product(row, 1));
+                    f.keep_z(rows.from + row, own.unit, H, of.z);
+                    result = of.u;
+                }
                 if (onward) share(p, own, onward, row, 0, result);
                 const bool has_h = !BEFORE || item.phase, is_last = item.step == f.in.length(rows.from + row) - 1;
+                if (has_h) f.keep(rows.from + row, own.unit, H, result);
                 if (f.last && has_h && is_last) f.last[(rows.from + row) * H + own.unit] = result;
             }
         });
 }
 
-template <int U, Precision P, bool BEFORE>
-static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backward b, const Partition p) {
+template <int U, Precision P, bool BEFORE, class T>
+static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backward<T> b, const Partition p) {
     constexpr int PHASES = BEFORE ? 2 : 1;
     DYN_SHARED(float, weights);
     float *const weights_n = weights + 2 * p.padded * Product<U, P>::WEIGHTS;
-    float *const buffer = weights + 3 * p.padded * Product<U, P>::WEIGHTS;
-    float *const sums = buffer + p.held * p.stride;
+    T *const buffer = reinterpret_cast<T *>(weights + 3 * p.padded * Product<U, P>::WEIGHTS);
+    float *const sums = reinterpret_cast<float *>(buffer + p.held * p.stride);
     const int64_t H = p.H;
     const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk;
     const Assignment own = assignment_of(p, b.in, b.counters);
     // Items per step whose h[t-1] needs a gradient: one with reset after the product, two with reset before it.  The first of
     // the two is needed for dr even if h[t-1] needs no gradient.  A team of empty sequences has one step, for dh0.
-    const int64_t T = max(own.steps, int64_t(1)), steps = b.dh0 ? T : T - 1, items = (BEFORE ? steps + T : steps) * own.chunks;
+    const int64_t all = max(own.steps, int64_t(1)), end = all - 1, steps = b.dh0 ? all : end;
+    const int64_t items = (BEFORE ? steps + all : steps) * own.chunks;
 
     // k runs over the rows of r, then z, then n, each padded
     store_weights<U, P>(weights, 3 * segments, [&](int column, int k) {
         const int unit = blockIdx.x % p.team * U + column;
         const int in_gate = k % p.padded;
-        const float *const w = b.w_hh + (k / p.padded * H + in_gate) * H + unit;
-        const auto at = [&](int i) { return unit < H && in_gate + i < H ? w[i * H] : 0.0f; };
+        const int64_t w = (k / p.padded * H + in_gate) * H + unit;
+        const auto at = [&](int i) { return unit < H && in_gate + i < H ? b.w_hh.at(w + i * H) : 0.0f; };
         return make_float4(at(0), at(1), at(2), at(3));
     });
     const bool mine = own.unit < H;
@@ -522,15 +540,15 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
         return mine && row < rows.count ? saved(b, t, rows.from + row, own.unit) : Saved{};
     };
     // The operand of the next product: dr dz du of a step, or with reset before it dn, then dr dz.
-    const auto share_gates = [&](float *to, int row, const GateGradients &g) {
+    const auto share_gates = [&](T *to, int row, const GateGradients &g) {
         share(p, own, to, row, 0, BEFORE ? g.n : g.r);
         if (!BEFORE) share(p, own, to, row, 1, g.z), share(p, own, to, row, 2, g.u);
     };
     for (int chunk = 0; chunk < own.chunks; chunk++) {                       // the last step
         const RowRange rows = rows_of(p, own, chunk);
         for (int row = threadIdx.x / U; row < rows.count && mine; row += THREADS / U) {
-            const Saved s = fetch_row(T - 1, rows, row);
-            const GateGradients g = back_gates<BEFORE>(b, T - 1, rows.from + row, own.unit, s, s.d);
+            const Saved s = fetch_row(end, rows, row);
+            const GateGradients g = back_gates<BEFORE>(b, end, rows.from + row, own.unit, s, s.d);
             if (p.cluster) share_gates(rows_in_cluster(buffer, p, 0, chunk), row, g);
         }
         if (!p.cluster) arrive(own, chunk);
@@ -541,21 +559,21 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
     run_items(
         p, own, items, PHASES, buffer,
         [&](const Item &item) {
-            const int64_t t = T - 1 - item.step;
+            const int64_t t = end - item.step;
             return fetch_row(item.phase == PHASES - 1 && t ? t - 1 : t, rows_of(p, own, item.chunk), threadIdx.x / U);
         },
-        [&](const Item &item, float *to) {
+        [&](const Item &item, T *to) {
             if (p.cluster) return;                                             // shared above
             const RowRange rows = rows_of(p, own, item.chunk);
-            const auto at = [&](int row) { return b.in.row(T - 1 - item.step, rows.from + row); };
+            const auto at = [&](int row) { return b.in.row(end - item.step, rows.from + row); };
             wait_for(p, own, item.chunk, item.step * PHASES + item.phase + 1);
             if (!BEFORE) load(to, b.dgates, 4 * H, rows.count, at, 0, 3, p);   // dr dz du
             else if (item.phase == 0) load(to, b.dgates, 4 * H, rows.count, at, 2 * p.H, 1, p);        // dn
             else load(to, b.dgates, 4 * H, rows.count, at, 0, 2, p);           // dr dz
         },
-        [&](const Item &item, const float *from, Saved next, float *onward) {
+        [&](const Item &item, const T *from, Saved next, T *onward) {
             const RowRange rows = rows_of(p, own, item.chunk);
-            const int64_t t = T - 1 - item.step;
+            const int64_t t = end - item.step;
             const bool last = item.phase == PHASES - 1;                        // of the step
             const int parts = !BEFORE ? 3 : last ? 2 : 1;
             multiply<U, P>(sums, BEFORE && !last ? weights_n : weights, from, p.stride, parts * segments, slices);
@@ -571,7 +589,9 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
                     const GateGradients g = back_reset(b, t, in_batch, own.unit, s, product);
                     if (!onward) continue;
                     share(p, own, onward, row, 0, g.r);
-                    if (valid) share(p, own, onward, row, 1, b.dgates[(b.in.row(t, in_batch) * 4 + 1) * H + own.unit]); // dz
+                    if (!valid) continue;
+                    const int64_t dz = (b.in.row(t, in_batch) * 4 + 1) * H + own.unit;
+                    share(p, own, onward, row, 1, as_float(b.dgates[dz]));
                 } else if (t) {
                     const GateGradients g = back_gates<BEFORE>(b, t - 1, in_batch, own.unit, s, s.d + product);
                     if (onward) share_gates(onward, row, g);
@@ -608,15 +628,20 @@ static cudaError_t launch_steps(void (*kernel)(Arguments, Partition), const Argu
 }
 
 // Call launch(units, precision, before), each an integral_constant of the value.
-template <class Launch> static cudaError_t with_constants(int units, bool before, Launch launch) {
+template <class T, class Launch> static cudaError_t with_constants(int units, bool before, Launch launch) {
     const auto with_before = [&](auto u, auto p) {
         return before ? launch(u, p, std::true_type()) : launch(u, p, std::false_type());
     };
     const auto with_precision = [&](auto u) {
-        switch (pyops_precision_now()) {
-        case Precision::tf32: return with_before(u, std::integral_constant<Precision, Precision::tf32>());
-        case Precision::bf16: return with_before(u, std::integral_constant<Precision, Precision::bf16>());
-        default:              return with_before(u, std::integral_constant<Precision, Precision::fp32>());
+        using Bf16 = std::integral_constant<Precision, Precision::bf16>;
+        if constexpr (std::is_same_v<T, bf16>) {
+            return with_before(u, Bf16());
+        } else {
+            switch (precision_of<T>()) {
+            case Precision::tf32: return with_before(u, std::integral_constant<Precision, Precision::tf32>());
+            case Precision::bf16: return with_before(u, Bf16());
+            default:              return with_before(u, std::integral_constant<Precision, Precision::fp32>());
+            }
         }
     };
     switch (units) {
@@ -626,15 +651,15 @@ template <class Launch> static cudaError_t with_constants(int units, bool before
     }
 }
 
-static cudaError_t launch_forward(const Forward &f, const Partition &p, bool before, void *stream) {
-    return with_constants(p.units, before, [&](auto units, auto precision, auto before) {
-        return launch_steps(forward_steps<units, precision, before>, f, p, p.T > 1 || before, stream);
+template <class T> static cudaError_t launch_forward(const Forward<T> &f, const Partition &p, bool before, void *stream) {
+    return with_constants<T>(p.units, before, [&](auto units, auto precision, auto before) {
+        return launch_steps(forward_steps<units, precision, before, T>, f, p, p.T > 1 || before, stream);
     });
 }
 
-static cudaError_t launch_backward(const Backward &b, const Partition &p, bool before, void *stream) {
-    return with_constants(p.units, before, [&](auto units, auto precision, auto before) {
-        return launch_steps(backward_steps<units, precision, before>, b, p, p.T > 1 || b.dh0 || before, stream);
+template <class T> static cudaError_t launch_backward(const Backward<T> &b, const Partition &p, bool before, void *stream) {
+    return with_constants<T>(p.units, before, [&](auto units, auto precision, auto before) {
+        return launch_steps(backward_steps<units, precision, before, T>, b, p, p.T > 1 || b.dh0 || before, stream);
     });
 }
 

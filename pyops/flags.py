@@ -116,7 +116,7 @@ def add_gpu_flag(parser):
                        help='1, or no value: run on a GPU, or on the emulator with PYOPS_EMULATE_CUDA=1; 0: run on the CPU, '
                        'whatever PYOPS_BACKEND is (default 0, or 1 if PYOPS_BACKEND=gpu)')
     group.add_argument('--precision', choices=PRECISIONS, help='round the factors of matrix products to this precision; '
-                       'tf32: only on a GPU; bf16: on a GPU the transformer also stores activations as bfloat16; everything '
+                       'tf32: only on a GPU; bf16: on a GPU the translators also store activations as bfloat16; everything '
                        f'else stays float32 (default {PRECISIONS[0]})')
     group.add_argument('--exact', action=argparse.BooleanOptionalAction,
                        help='the same bits on every instruction set of x86-64, in more time; on the CPU with --precision fp32 '

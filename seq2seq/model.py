@@ -101,8 +101,8 @@ class Bidirectional:
         last, c_last = self.concat.forward(one.last[None], other.last)
         return h[0], self.Ctx(one, other, c_h, c_last, last[0])
 
-    def backward(self, dh, ctx, dh_last):
-        """Like EmbeddingGRU.backward; dh and dh_last may be None."""
+    def backward(self, dh, ctx, dh_last, into=None):
+        """Like EmbeddingGRU.backward, without a context; dh and dh_last may be None."""
         def split(gradient, ctx):
             if gradient is None:
                 return None, None
@@ -149,6 +149,7 @@ class DeepGRU:
         """Return the gradients of the context and of each layer's initial h (None if forward got none).
 
         dh (N, H) or None; dlast: gradients (B, H) of the last h of each layer, or None.  Empties ctx.
+        With several layers the gradient of the context is added to that of the top layer's initial h, and both are this sum.
         """
         dstates = [None] * len(self.layers)
         for i in reversed(range(1, len(self.layers))):
@@ -157,8 +158,8 @@ class DeepGRU:
             if dropped:
                 dh = self.dropouts[i - 1].backward(dh, dropped)
         _, saved = ctx.pop()
-        _, dcontext, dstates[0] = self.layers[0].backward(dh, saved, dlast and dlast[0])
-        return dcontext, dstates
+        _, dcontext, dbottom = self.layers[0].backward(dh, saved, dlast and dlast[0], into=dstates[-1])
+        return dcontext, [dbottom, *dstates[1:]]
 
 
 class Memory(NamedTuple):
@@ -248,6 +249,7 @@ class Seq2Seq:
         """Return the loss and ctx.  step (1,) int64: number of the dropout masks, None for no dropout.
         gradients=False: evaluation only, backward() is not allowed."""
         dloss = self.one if dloss is None else dloss
+        self.params.round()
         (source, _, source_rows), (target, _, rows), labels = batch
         memory, last, c1 = self.encoder.forward(source, step=step, rows=source_rows)       # (M, H), (B, H) per layer
         context          = None if self.attention else last[-1]
@@ -266,8 +268,8 @@ class Seq2Seq:
         if self.attention:
             dh, dmemory = self.attention.backward(dh, c3)
         dcontext, dlast = self.decoder.backward(dh, None, ctx.pop())
-        if dcontext is not None:
-            backend.launch('axpy', dlast[-1], dcontext, self.one, dcontext.size)   # the context is the top layer's last h
+        if dcontext is not None and dcontext is not dlast[-1]:          # the context is the top layer's last h
+            backend.launch('axpy', dlast[-1], dcontext, self.one, dcontext.size)
         self.encoder.backward(dmemory, dlast, ctx.pop())
 
     @property
@@ -275,6 +277,7 @@ class Seq2Seq:
         """Whether forced() returns weights of attention."""
         return self.attention is not None
 
+    @backend.float32_activations()      # as in decoding
     def forced(self, source, target, align=False):
         """Decode given tokens.  source, target: Sequences; target is the labels shifted right after <bos>.
 
@@ -297,11 +300,13 @@ class Seq2Seq:
         """Return {name: array} of the arrays besides parameters that a plan must know."""
         return dict(one=self.one) | (dict(attention_one=self.attention.one) if self.attention else {})
 
+    @backend.float32_activations()      # beam search copies states as float32
     def start(self, source):
         """Encode source, Sequences of B sentences.  Return the initial State of the decoder, with a hypothesis per sentence."""
         h, last, _ = self.encoder.forward(source.ids, rows=source.rows)
         return State(None, last, Memory(h, source.rows)) if self.attention else State(last[-1], last, None)
 
+    @backend.float32_activations()
     def next(self, word, state, parents=None, sources=None):
         """Decode one token.  word (R,) int32: the previous tokens.  Return h (R, H) for the output layer, and the next state.
 

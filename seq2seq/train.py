@@ -7,7 +7,7 @@
 import math
 
 from pyops.errors import exits_cleanly
-from pyops.flags import int_up_to, non_negative_int, use_device, use_ranks
+from pyops.flags import int_up_to, non_negative_int, select_storage, use_device, use_ranks
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
 from pyops.text import flags
@@ -67,6 +67,7 @@ def main(argv=None):
 
     # model
     config = configure(Config, settings, *map(len, data.vocabularies))
+    select_storage(args, settings['quant'])
     fit.check_model_memory(parameter_specs(config), '--embedding, --hidden or --layers',
                            distributed.size() if args.shard_optimizer else 1)
     model = Seq2Seq(config, settings['seed'])

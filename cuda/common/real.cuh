@@ -24,6 +24,10 @@ static inline pyops_real *real(float *p) { return reinterpret_cast<pyops_real *>
 static inline const pyops_real *real(const float *p) { return reinterpret_cast<const pyops_real *>(p); }
 static inline pyops_real *real(bf16 *p) { return reinterpret_cast<pyops_real *>(uintptr_t(p) | (p ? BF16_MARK : 0)); }
 static inline const pyops_real *real(const bf16 *p) { return real(const_cast<bf16 *>(p)); }
+// The address of an element.
+static inline const pyops_real *element(const pyops_real *p, int64_t i) {
+    return reinterpret_cast<const pyops_real *>(uintptr_t(p) + i * int64_t(is_bf16(p) ? sizeof(bf16) : sizeof(float)));
+}
 
 // Return run(float()) or run(bf16()), according to the type of the arrays; NULL has no type.
 template <class Run, class... P> static pyops_status with_type(const char *who, Run run, P... arrays) {

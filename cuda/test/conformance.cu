@@ -253,6 +253,10 @@ template <class T> static __global__ void pieces(const __grid_constant__ CUtenso
 }
 DEVICE float wide(float x) { return x; }
 DEVICE float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <class T> DEVICE T narrow(float x) {
+    if constexpr (sizeof(T) == 4) return x;
+    else return __float2bfloat16(x);
+}
 template <class T> static __global__ void widen(float *out, const T *from, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = wide(from[i]);
 }
@@ -454,19 +458,19 @@ static __global__ void clusters(const float *in, float *out) {          // 8 blo
 
 // Twice: each of 4 blocks stores to every block's half of `slots`, and reads them after the barrier.  A block may store for the
 // second time while another one still reads what it stored first.
-static __global__ void cluster_stores(const float *in, float *out) {    // 8 blocks in clusters of 4
-    DYN_SHARED(float, slots);                                           // [2][4][32]
+template <class T> static __global__ void cluster_stores(const float *in, float *out) { // 8 blocks in clusters of 4
+    DYN_SHARED(T, slots);                                               // [2][4][32]
     const int t = threadIdx.x, i = blockIdx.x * 32 + t, rank = cluster_rank();
     cluster_sync();
     float value = in[i];
     for (int half = 0; half < 2; half++) {
-        float *const mine = slots + half * 128 + rank * 32 + t;
-        for (int to = 0; to < 4; to++) store_shared(mine, to, value + static_cast<float>(to));
+        T *const mine = slots + half * 128 + rank * 32 + t;
+        for (int to = 0; to < 4; to++) store_shared(mine, to, narrow<T>(value + static_cast<float>(to)));
         cluster_arrive();
         out[i] = static_cast<float>(rank);                              // work between the halves of the barrier
         cluster_wait();
         value = 0.0f;
-        for (int from = 0; from < 4; from++) value = 2.0f * value + slots[half * 128 + from * 32 + (t + 1) % 32];
+        for (int from = 0; from < 4; from++) value = 2.0f * value + wide(slots[half * 128 + from * 32 + (t + 1) % 32]);
     }
     out[i] += value;
 }
@@ -576,7 +580,9 @@ static const Case cases[] = {
     WGMMA(256, tf32),
     WGMMA(64, tf32_ra),
     {"registers", 256, 256, 90, ONE_BLOCK(registers, 256, 0)},
-    {"cluster_stores", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, cluster_stores, 8, 32, 1024, nullptr, in, out);)},
+    {"cluster_stores", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, cluster_stores<float>, 8, 32, 1024, nullptr, in, out);)},
+    {"cluster_stores_bf16", 256, 256, 90,
+     RUN(return LAUNCH_CLUSTER(4, cluster_stores<__nv_bfloat16>, 8, 32, 512, nullptr, in, out);)},
     {"multicast", 512, 2048, 90, run_multicast},
     {"clusters", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, clusters, 8, 32, 0, nullptr, in, out);)},
 };

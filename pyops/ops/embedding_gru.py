@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pyops.backend import (
+    activations,
     as_rows,
     axes,
     check,
@@ -44,7 +45,8 @@ class EmbeddingGRU(GRU):
     Saves    ids, context, h0, lengths, h, gates;  x is never stored
     Errors   TypeError and ValueError naming the argument; ValueError for an id outside the table and a length outside [0, T]
     Source   Embedding, ConcatContext and GRU in sequence
-    Notes    x w_ih' is table[v] w_e' for each distinct token plus context[b] w_c' for each sequence: two small products
+    Notes    x w_ih' is table[v] w_e' for each distinct token plus context[b] w_c' for each sequence: two small products.
+             On a GPU, h has the type that GPU.storage selects; context, states and their gradients are float32
     """
 
     class Ctx(NamedTuple):
@@ -77,9 +79,9 @@ class EmbeddingGRU(GRU):
                 rows: Packed | None = None, reverse: bool = False) -> tuple[Array, Ctx]:
         self.check(ids, context, h0, lengths, rows, reverse)
         T, B, N, *_ = sizes = self.sizes(ids, rows)
-        a = empty((*ids.shape, sizes[-1]), name=f'{self.name}.a')
+        a = empty((*ids.shape, sizes[-1]), activations(), f'{self.name}.a')
         launch('embedding_linear_forward', a, self.table.value, ids, context, None if rows is None else rows.offsets,
-               self.w_ih.value, self.b_ih.value, work('embedding_linear_forward', *sizes), *sizes)
+               self.w_ih.operand(a.dtype), self.b_ih.value, work('embedding_linear_forward', *sizes), *sizes)
         note_product(self, INPUT_FWD, 'ih', weight=self.w_ih, bias=self.b_ih, steps=True)
         h, gates, last = self.launch_forward(None, a, h0, lengths, rows, reverse, (T, B, N, 0))
         note_product(self, STATE_FWD, 'hh', weight=self.w_hh, bias=self.b_hh, steps=True)
@@ -96,15 +98,26 @@ class EmbeddingGRU(GRU):
             raise ValueError(f'context: expected shape {(B, C)}, got None')
         self.check_h0(h0, B)
 
-    def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[None, Array | None, Array | None]:
-        """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0)."""
-        dcontext = None if ctx.context is None else empty_gradient(ctx.context.shape, f'{self.name}.dcontext')
+    def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None,
+                 into: Array | None = None) -> tuple[None, Array | None, Array | None]:
+        """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0).
+
+        into: add dcontext to this array, and return it.
+        """
+        if ctx.context is None:
+            dcontext = None
+        elif into is None:
+            dcontext = empty_gradient(ctx.context.shape, f'{self.name}.dcontext')
+        else:
+            check('into', into, ctx.context.shape)
+            dcontext = into
         dh0, dgates = self.launch_backward(None, dh, dh_last, ctx)
         note_product(self, STATE_DGRAD, 'hh', weight=self.w_hh)
         sizes = self.sizes(ctx.ids, ctx.rows)
         launch('embedding_linear_backward', self.table.grad, self.table.touched, dcontext, self.w_ih.grad, self.b_ih.grad,
-               dgates, self.table.value, ctx.ids, ctx.context, None if ctx.rows is None else ctx.rows.offsets, self.w_ih.value,
-               work('embedding_linear_backward', *sizes), *sizes, dgates.shape[-1])
+               dgates, self.table.value, ctx.ids, ctx.context, None if ctx.rows is None else ctx.rows.offsets,
+               self.w_ih.operand(dgates.dtype), work('embedding_linear_backward', *sizes), *sizes, dgates.shape[-1],
+               into is not None)
         note_product(self, INPUT_DGRAD, 'ih', weight=self.w_ih)
         return None, dcontext, dh0
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pyops.backend import check, launch
 from pyops.ops.embedding import Embedding
 from pyops.ops.embedding_gru import EmbeddingGRU
 from pyops.ops.gru_rounded import QuantizedGRU
@@ -47,11 +48,19 @@ class QuantizedEmbeddingGRU(EmbeddingGRU):
         h, gru = self.gru.forward_padded(x, h0, rows, reverse, 0 if rows is None else len(ids))
         return h, self.Ctx(embedding, concat, gru)
 
-    def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[None, Array | None, Array | None]:
-        """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0)."""
+    def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None,
+                 into: Array | None = None) -> tuple[None, Array | None, Array | None]:
+        """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0).
+
+        into: add dcontext to this array, and return it.
+        """
         dx, dh0 = self.gru.backward_padded(dh, ctx.gru, dh_last)
         dx, dcontext = (dx, None) if ctx.concat is None else self.concat.backward(dx, ctx.concat)
         if ctx.gru.rows is not None:
             dx, _ = unpad_rows(dx, ctx.gru.rows, ctx.gru.N, ctx.gru.reverse, name=f'{self.name}.dx')
         self.embedding.backward(dx, ctx.embedding)
+        if dcontext is not None and into is not None:
+            check('into', into, dcontext.shape)
+            launch('residual', into, into, dcontext, None, into.size, 0.0, 0)
+            dcontext = into
         return None, dcontext, dh0

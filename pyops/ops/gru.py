@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pyops.backend import (
+    REAL,
     as_rows,
     axes,
     check,
@@ -54,6 +55,8 @@ class GRU:
     Errors   ValueError for a length outside [0, T], with its position; TypeError and ValueError naming the argument
     Source   Cho et al. 2014, arXiv:1406.1078 (reset before the product); cuDNN and PyTorch reset after it
     Notes    if h[-1] of one GRU is the h0 of another, pass dh0 of the second as dh_last to the first.  A gradient of None is 0.
+             On a GPU x, and with it h, gates, dh and dx, may be bfloat16: h0, last and their gradients remain float32, and the
+             sum for h[t] reads h[t-1] before it is rounded
     """
 
     class Ctx(NamedTuple):
@@ -85,12 +88,13 @@ class GRU:
     def launch_forward(self, x: Array | None, a: Array | None, h0: Array | None, lengths: Array | None, rows: Packed | None,
                        reverse: bool, sizes: tuple[int, ...]) -> tuple[Array, Array, Array | None]:
         """Run the kernel on x, or on the input product a.  sizes: T, B, N, I.  Return h, gates and last (None without rows)."""
-        H, B = self.w_hh.value.shape[1], sizes[1]
+        H, B, dtype = self.w_hh.value.shape[1], sizes[1], (a if x is None else x).dtype
         shape = sizes[:2] if rows is None else sizes[2:3]
-        h, gates = empty((*shape, H), name=f'{self.name}.h'), empty((*shape, 4 * H), name=f'{self.name}.gates')
+        h, gates = empty((*shape, H), dtype, f'{self.name}.h'), empty((*shape, 4 * H), dtype, f'{self.name}.gates')
         last = None if rows is None else empty((B, H), name=f'{self.name}.last')
         launch('gru_forward', h, gates, last, x, a, h0, lengths, None if rows is None else rows.offsets,
-               None if x is None else self.w_ih.value, self.w_hh.value, None if x is None else self.b_ih.value, self.b_hh.value,
+               None if x is None else self.w_ih.operand(dtype), self.w_hh.operand(dtype),
+               None if x is None else self.b_ih.value, self.b_hh.value,
                work('gru_forward', *sizes, H), *sizes, H, self.reset_before, reverse)
         return h, gates, last
 
@@ -98,7 +102,7 @@ class GRU:
               reverse: bool) -> tuple[int, int, int]:
         """Check the arguments of forward.  Return T, B and N."""
         sizes = self.check_rows('x', x, 'I', lengths, rows, reverse)
-        check('x', x, (*x.shape[:-1], self.w_ih.value.shape[1]))
+        check('x', x, (*x.shape[:-1], self.w_ih.value.shape[1]), REAL)
         self.check_h0(h0, sizes[1])
         return sizes
 
@@ -125,7 +129,7 @@ class GRU:
 
     def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[Array, Array | None]:
         """Return dx and dh0 (None if forward had no h0)."""
-        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx')
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx', ctx.x.dtype)
         dh0, _ = self.launch_backward(dx, dh, dh_last, ctx)
         note_product(self, INPUT_DGRAD, 'ih', weight=self.w_ih)
         note_product(self, STATE_DGRAD, 'hh', weight=self.w_hh)
@@ -133,25 +137,26 @@ class GRU:
 
     def launch_backward(self, dx: Array | None, dh: Array, dh_last: Array | None, ctx: Any) -> tuple[Array | None, Array]:
         """Run the kernel; dx None: the caller computed the input product.  Return dh0 and dgates."""
-        H, rows, shape = self.w_hh.value.shape[1], ctx.rows, ctx.h.shape[:-1]
+        H, rows, shape, dtype = self.w_hh.value.shape[1], ctx.rows, ctx.h.shape[:-1], ctx.h.dtype
         T, B, N = (*shape, 0) if rows is None else (rows.longest, rows.sentences, *shape)
         self.check_gradients(dh, dh_last, shape, B)
         I = 0 if dx is None else dx.shape[-1]
         dh0 = None if ctx.h0 is None else empty_gradient((B, H), f'{self.name}.dh0')
-        dgates = empty_gradient((*shape, 4 * H), f'{self.name}.dgates')
+        dgates = empty_gradient((*shape, 4 * H), f'{self.name}.dgates', dtype)
         dw_ih, db_ih, x, w_ih = ((None,) * 4 if dx is None else
-                                 (self.w_ih.grad, self.b_ih.grad, ctx.x, self.w_ih.value))
+                                 (self.w_ih.grad, self.b_ih.grad, ctx.x, self.w_ih.operand(dtype)))
         launch('gru_backward', dx, dh0, dw_ih, self.w_hh.grad, db_ih, self.b_hh.grad, dgates,
-               dh, dh_last, x, ctx.h0, ctx.lengths, None if rows is None else rows.offsets, w_ih, self.w_hh.value, ctx.h,
-               ctx.gates, work('gru_backward', T, B, N, I, H), T, B, N, I, H, self.reset_before, ctx.reverse)
+               dh, dh_last, x, ctx.h0, ctx.lengths, None if rows is None else rows.offsets, w_ih, self.w_hh.operand(dtype),
+               ctx.h, ctx.gates, work('gru_backward', T, B, N, I, H), T, B, N, I, H, self.reset_before, ctx.reverse)
         return dh0, dgates
 
-    def check_gradients(self, dh: Array, dh_last: Array | None, shape: Shape, B: int) -> None:
+    def check_gradients(self, dh: Array | None, dh_last: Array | None, shape: Shape, B: int) -> None:
         """shape: (T, B) or (N,)"""
         H = self.w_hh.value.shape[1]
-        for name, gradient, lead in (('dh', dh, shape), ('dh_last', dh_last, (B,))):
-            if gradient is not None:
-                check(name, gradient, (*lead, H))
+        if dh is not None:
+            check('dh', dh, (*shape, H), REAL)
+        if dh_last is not None:
+            check('dh_last', dh_last, (B, H))
 
     @staticmethod
     def rounded() -> type[GRU]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, empty, empty_gradient, launch
+from pyops.backend import REAL, axes, check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
@@ -33,16 +33,17 @@ class ConcatContext:
 
     def forward(self, x: Array, context: Array) -> tuple[Array, Ctx]:
         (T, B, E), (_, H) = axes('x', x, 'T B E'), axes('context', context, 'B H')
-        check('x', x, (T, B, E))
-        check('context', context, (B, H))
-        y = empty((T, B, E + H), name=f'{self.name}.y')
+        check('x', x, (T, B, E), REAL)
+        check('context', context, (B, H), x.dtype)
+        y = empty((T, B, E + H), x.dtype, f'{self.name}.y')
         launch('concat_context_forward', y, x, context, T, B, E, H)
         return y, self.Ctx(E, H)
 
     def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array]:
         T, B, _ = dy.shape
-        check('dy', dy, (T, B, ctx.E + ctx.H))
-        dx, dcontext = empty_gradient((T, B, ctx.E), f'{self.name}.dx'), empty_gradient((B, ctx.H), f'{self.name}.dcontext')
+        check('dy', dy, (T, B, ctx.E + ctx.H), REAL)
+        dx = empty_gradient((T, B, ctx.E), f'{self.name}.dx', dy.dtype)
+        dcontext = empty_gradient((B, ctx.H), f'{self.name}.dcontext', dy.dtype)
         launch('concat_context_backward', dx, dcontext, dy, T, B, ctx.E, ctx.H)
         return dx, dcontext
 

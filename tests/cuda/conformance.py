@@ -137,14 +137,16 @@ def clusters(x):
     return [total[:, None, :] + 1000 * np.arange(4)[None, :, None]]
 
 
-def cluster_stores(x):
-    value = x.reshape(2, 4, 32).astype(np.float64)
-    for _ in range(2):
-        total = np.zeros((2, 32))
-        for rank in range(4):
-            total = 2 * total + np.roll(value[:, rank], -1, axis=-1)
-        value = total[:, None, :] + 15 * np.arange(4)[None, :, None]            # what block `rank` receives has rank added
-    return [value + np.arange(4)[None, :, None]]
+def cluster_stores(stored):
+    def run(x):
+        value, ranks = x.reshape(2, 4, 32).astype(np.float32), np.arange(4, dtype=np.float32)[:, None]
+        for _ in range(2):
+            total = np.zeros((2, 4, 32), np.float32)                            # cluster, receiving block
+            for rank in range(4):
+                total = 2 * total + np.roll(stored(value[:, rank, None] + ranks), -1, axis=-1)
+            value = total
+        return [value + ranks]
+    return run
 
 
 def multicast(x):
@@ -179,7 +181,8 @@ FORMULAS = {
     'written_operands_mma': written_operands,
     'registers': lambda x: [x[:128] + 1, 2 * x[128:]],
     'clusters': clusters,
-    'cluster_stores': cluster_stores,
+    'cluster_stores': cluster_stores(lambda x: x),
+    'cluster_stores_bf16': cluster_stores(bf16),
     'multicast': multicast,
     **{f'{kind}matrix{trans}_{count}': ldmatrix(bool(trans))
        for kind, counts in (('ld', (1, 2, 4)), ('st', (2, 4))) for trans in ('', '_trans') for count in counts},

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
-from emulated import BF16, FP32, LIBRARY, TF32, call, library
+from emulated import BF16, FP32, LIBRARY, TF32, call, library, real
 
 from bench import gpu_products
 from pyops import PRECISIONS
@@ -291,11 +291,6 @@ BY_SIZE, NEVER, ALWAYS = range(3)                      # of pyops_set_multicast
 def multicast():
     yield lambda wanted: library().pyops_set_multicast(wanted)
     library().pyops_set_multicast(BY_SIZE)
-
-
-def real(x):
-    """The argument for an array of float32, or of bfloat16 stored as uint16."""
-    return x.ctypes.data | 1 << 63 if x.dtype == np.uint16 else x
 
 
 def gemm_real(c, a, b, bias=None, accumulate=0, relu=0):

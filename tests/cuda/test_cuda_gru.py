@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulated import BF16, FP32, LIBRARY, TF32, call, library
+from emulated import BF16, FP32, LIBRARY, TF32, call, library, real
+
+from pyops.backend import to_bf16
+from pyops.backend.arrays import from_bf16
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
 
@@ -25,10 +28,10 @@ def defaults():
 class Gru:
     """Random inputs of a GRU without an input product, and the results of forward and backward.
 
-    lengths: of the sequences, in packed rows; None: T steps each.
+    lengths: of the sequences, in packed rows; None: T steps each.   stored: whether activations are bfloat16
     """
 
-    def __init__(self, T, B, H, before=False, h0=True, lengths=None, reverse=False):
+    def __init__(self, T, B, H, before=False, h0=True, lengths=None, reverse=False, stored=False):
         rng = np.random.default_rng([T, B, H, before])
         self.offsets = None if lengths is None else np.array([0, *np.cumsum(lengths)], np.int32)
         N = 0 if lengths is None else sum(lengths)
@@ -39,13 +42,17 @@ class Gru:
         self.a, self.w, self.bias = random(rows, 3 * H), random(3 * H, H) / np.float32(np.sqrt(H)), random(3 * H)
         self.h0 = random(B, H) if h0 else None
         self.dh, self.dh_last = random(rows, H), random(B, H)
-        self.rows = rows
+        self.rows, self.stored = rows, stored
+        if stored:
+            self.a, self.w, self.dh = map(to_bf16, (self.a, self.w, self.dh))
 
     def run(self, exchange):
         """Return h, gates, last, dgates, dh0, dw_hh and db_hh, and for both directions whether counters were used."""
         library().pyops_set_exchange(exchange)
         T, B, _, _, H = self.sizes
         h, gates, dgates = (np.full((self.rows, n * H), np.nan, np.float32) for n in (1, 4, 4))
+        if self.stored:
+            h, gates, dgates = map(to_bf16, (h, gates, dgates))
         last, dh0 = (np.full((B, H), np.nan, np.float32) if given is not None else None for given in (self.offsets, self.h0))
         dw, db = np.zeros((3 * H, H), np.float32), np.zeros(3 * H, np.float32)
         used = []
@@ -54,14 +61,16 @@ class Gru:
             size.argtypes, size.restype = [ctypes.c_int64] * 5, ctypes.c_int64
             work = np.zeros(size(*self.sizes), np.float32)
             if name == 'forward':
-                call('gru_forward', h, gates, last, None, self.a, self.h0, None, self.offsets, None, self.w, None, self.bias,
-                     work, *self.sizes, *self.flags)
-                first = 0
+                call('gru_forward', real(h), real(gates), last, None, real(self.a), self.h0, None, self.offsets, None,
+                     real(self.w), None, self.bias, work, *self.sizes, *self.flags)
+                first = 2 * B * H if self.stored else 0
             else:
-                call('gru_backward', None, dh0, None, dw, None, db, dgates, self.dh, self.dh_last, None, self.h0, None,
-                     self.offsets, None, self.w, h, gates, work, *self.sizes, *self.flags)
+                call('gru_backward', None, dh0, None, dw, None, db, real(dgates), real(self.dh), self.dh_last, None, self.h0,
+                     None, self.offsets, None, real(self.w), real(h), real(gates), work, *self.sizes, *self.flags)
                 first = self.rows * H + B * H
             used.append(bool(work[first:].view(np.uint32).any()))
+        if self.stored:
+            h, gates, dgates = map(from_bf16, (h, gates, dgates))
         return [x for x in (h, gates, last, dgates, dh0, dw, db) if x is not None], used
 
 
@@ -79,18 +88,19 @@ def check_equal_bits(gru, *, as_cluster=True):
 # (T, B, H): a team of 2 or 4 blocks with one chunk of rows, ragged rows and units, and several chunks; the device has 4
 # multiprocessors
 @pytest.mark.parametrize('before', (False, True), ids=('reset after', 'reset before'))
-@pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
+@pytest.mark.parametrize('p,stored', ((FP32, False), (TF32, False), (BF16, False), (BF16, True)),
+                         ids=('fp32', 'tf32', 'bf16', 'stored as bf16'))
 @pytest.mark.parametrize('T,B,H', [(4, 8, 32), (3, 5, 30), (5, 3, 16), (4, 45, 29)])
-def test_a_cluster_computes_the_bits_of_blocks_that_exchange_through_memory(T, B, H, p, before):
+def test_a_cluster_computes_the_bits_of_blocks_that_exchange_through_memory(T, B, H, p, stored, before):
     library().pyops_set_precision(p)
-    check_equal_bits(Gru(T, B, H, before, h0=T != 4))
+    check_equal_bits(Gru(T, B, H, before, h0=T != 4, stored=stored))
 
 
-@pytest.mark.parametrize('before,h0,reverse', list(itertools.product((False, True), repeat=3)))
-def test_a_cluster_computes_packed_rows_of_any_length(before, h0, reverse):
+@pytest.mark.parametrize('before,h0,reverse,stored', list(itertools.product((False, True), repeat=4)))
+def test_a_cluster_computes_packed_rows_of_any_length(before, h0, reverse, stored):
     lengths = [4, 1, 3, 0, 2, 4, 1, 1, *[1] * 8, *[2, 5, 3] * 8, 0, 1]         # teams of 5, 5 and fewer steps, several chunks
-    check_equal_bits(Gru(5, len(lengths), 30, before, h0, lengths, reverse))
-    check_equal_bits(Gru(5, 3, 30, before, h0, [0, 5, 1], reverse))
+    check_equal_bits(Gru(5, len(lengths), 30, before, h0, lengths, reverse, stored))
+    check_equal_bits(Gru(5, 3, 30, before, h0, [0, 5, 1], reverse, stored))
 
 
 @pytest.mark.parametrize('capability', ('9.0', '8.0'))

@@ -21,9 +21,9 @@ def digits():
     return images, rng.integers(0, 10, 60).astype(np.int32)
 
 
-def make_seq2seq():
+def make_seq2seq(**settings):
     sizes, _ = pairs()
-    return seq2seq.Seq2Seq(seq2seq.Config(*sizes, embedding=12, hidden=16, num_steps=6), seed=3)
+    return seq2seq.Seq2Seq(seq2seq.Config(*sizes, embedding=12, hidden=16, num_steps=6, **settings), seed=3)
 
 
 def make_transformer():

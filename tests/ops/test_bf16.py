@@ -6,6 +6,7 @@ the terms that it is a factor of.  Sums in float32 in another order add SUMS of 
 (gradients of parameters, statistics, the loss) have no rounding of their own.
 """
 import contextlib
+import importlib
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from pyops.backend import BF16, get, launch, put, to_bf16
 from pyops.backend.arrays import from_bf16
 from pyops.ops import (
     GELU,
+    GRU,
     Attention,
     Dropout,
     Embedding,
+    EmbeddingGRU,
     EmbeddingPositions,
     FeedForward,
     GELUTanh,
@@ -31,6 +34,7 @@ from pyops.ops import (
     ResidualNorm,
     SiLU,
 )
+from pyops.ops.packed import Packed
 from pyops.ops.relu import ReLU
 from pyops.params import Parameter
 
@@ -595,19 +599,222 @@ def test_a_model_rounds_its_weights_once_and_products_use_the_copy(on_gpu):
     assert joined.operand(np.float32) is joined.value
 
 
+# ---- recurrent layers ------------------------------------------------------------------------------------------------
+
+def wide(x):
+    """Return numbers rounded to bfloat16, as float64."""
+    return rounded(np.asarray(x, np.float32)).astype(np.float64)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def gru_of_sentence(a, h0, w, b, before, dh, dlast):
+    """Run a GRU over one sentence in float64, forward and backward, and round what the kernels store or multiply.
+
+    a (T, 3H): the product of the inputs, rounded;  h0, dlast (H,);  w (3H, H): rounded;  b (3H,);  dh (T, H)
+    Return h (T, H), not rounded, h[t-1] and u for the gradient of w, dgates (T, 4H) and dh0 (H,).
+    """
+    H, T = len(h0), len(a)
+    h, states, gates, last = h0, np.empty((T, H)), np.empty((T, 4, H)), np.empty((T, H))
+    for t in range(T):
+        last[t], p = h, wide(h) @ w.T + b
+        r, z, u = sigmoid(a[t, :H] + p[:H]), sigmoid(a[t, H:2 * H] + p[H:2 * H]), p[2 * H:]
+        if before:
+            u = r * h
+        n = np.tanh(a[t, 2 * H:] + (wide(u) @ w[2 * H:].T + b[2 * H:] if before else r * u))
+        h = states[t] = (1 - z) * n + z * h
+        gates[t] = wide([r, z, n, u])
+    d, dgates = dlast, np.empty((T, 4 * H))
+    for t in reversed(range(T)):
+        (r, z, n, u), h_before = gates[t], wide(last[t]) if t else h0
+        d = d + dh[t]
+        dn, dz = d * (1 - z) * (1 - n**2), d * (h_before - n) * z * (1 - z)
+        du = wide(dn) @ w[2 * H:] if before else dn * r
+        dr = du * h_before * r * (1 - r) if before else dn * u * r * (1 - r)
+        g = dgates[t] = wide(np.concatenate([dr, dz, dn, du]))
+        d = d * z + (du * r + g[:2 * H] @ w[:2 * H] if before else np.delete(g, slice(2 * H, 3 * H)) @ w)
+    return states, wide(last), gates[:, 3], dgates, d
+
+
+class RoundedGRU:
+    """Random inputs of a GRU in bfloat16, with a token for each row an EmbeddingGRU with a context, and its results in float64.
+
+    layout: 'packed', 'reversed' (packed rows that are read from the end of a sentence), or 'padded' (with lengths)
+    """
+    LENGTHS, T, V, E, C = (4, 2, 0, 3, 5, 1, 1), 5, 6, 12, 8
+
+    def __init__(self, tokens, before, layout, H, with_h0=True):
+        rng = np.random.default_rng([tokens, before, H])
+        self.tokens, self.before, self.layout, self.H, B = tokens, before, layout, H, len(self.LENGTHS)
+        I = self.E + self.C if tokens else 10
+        steps = [[(t, b) for t in range(length)] for b, length in enumerate(self.LENGTHS)]
+        offsets = np.cumsum([0, *self.LENGTHS])
+        # the rows of each sentence, in the order of its steps
+        self.order = [[t * B + b for t, b in own] if layout == 'padded' else [offsets[b] + t for t, _ in own]
+                      for b, own in enumerate(steps)]
+        if layout == 'reversed':
+            self.order = [own[::-1] for own in self.order]
+        self.lead = (self.T, B) if layout == 'padded' else (int(offsets[-1]),)
+        self.rows, self.offsets = int(np.prod(self.lead)), offsets.astype(np.int32)
+        self.params = dict(table=normal(rng, self.V, self.E)) if tokens else {}
+        self.params |= dict(w_ih=normal(rng, 3 * H, I, scale=I**-0.5), w_hh=normal(rng, 3 * H, H, scale=H**-0.5),
+                            b_ih=normal(rng, 3 * H), b_hh=normal(rng, 3 * H))
+        self.x = rng.integers(0, self.V, self.rows).astype(np.int32) if tokens else numbers(rng, self.rows, I)
+        self.context = normal(rng, B, self.C) if tokens else None
+        self.h0 = normal(rng, B, H) if with_h0 else None
+        self.dh, self.dlast = numbers(rng, self.rows, H), None if layout == 'padded' else normal(rng, B, H)
+        self.into = normal(rng, B, self.C) if tokens else None
+
+    def run(self, copies=True):
+        """Return the results on the current device."""
+        params = {name: of_device(value, copies) for name, value in self.params.items()}
+        op = (EmbeddingGRU if self.tokens else GRU)(**params, reset_before=self.before)
+        rows = None if self.layout == 'padded' else Packed(put(self.offsets), self.T)
+        lengths = None if rows else put(np.array(self.LENGTHS, np.int32))
+        others = dict(h0=None if self.h0 is None else put(self.h0), lengths=lengths, rows=rows,
+                      reverse=self.layout == 'reversed')
+        if self.tokens:
+            others['context'] = put(self.context)
+        x = self.x.reshape(*self.lead, *self.x.shape[1:])
+        h, ctx = op.forward(half(x), **others)
+        dlast = None if self.dlast is None else put(self.dlast)
+        result = op.backward(half(self.dh.reshape(*self.lead, self.H)), ctx, dlast,
+                             **dict(into=put(self.into)) if self.tokens else {})
+        names = ('dx', 'dcontext', 'dh0') if self.tokens else ('dx', 'dh0')
+        found = dict(h=h, gates=ctx.gates, last=ctx.last, **dict(zip(names, result, strict=True)))
+        found = {name: array.reshape(self.rows, -1) if name in ('h', 'gates', 'dx') and array is not None else array
+                 for name, array in found.items()}
+        return found | {f'd {name}': parameter.grad for name, parameter in params.items()}
+
+    def expected(self):
+        """Return the same results in float64, but for gates, and the largest input of a gate."""
+        H, (w_ih, w_hh), B = self.H, (wide(self.params[name]) for name in ('w_ih', 'w_hh')), len(self.LENGTHS)
+        sentence = np.zeros(self.rows, int)
+        for b, own in enumerate(self.order):
+            sentence[own] = b
+        x = wide(np.concatenate([self.params['table'][self.x], self.context[sentence]], 1) if self.tokens else self.x)
+        a = wide(x @ w_ih.T + self.params['b_ih'])
+        h, h_before, u, dgates = (np.zeros((self.rows, n * H)) for n in (1, 1, 1, 4))
+        last = np.zeros((B, H)) if self.h0 is None else self.h0.astype(np.float64)
+        dh0 = np.zeros((B, H)) if self.dlast is None else self.dlast.astype(np.float64)
+        for b, own in enumerate(self.order):
+            if own:
+                h[own], h_before[own], u[own], dgates[own], dh0[b] = gru_of_sentence(
+                    a[own], last[b], w_hh, self.params['b_hh'], self.before, self.dh[own], dh0[b])
+                last[b] = h[own[-1]]
+        da, du = dgates[:, :3 * H], dgates[:, 2 * H:3 * H] if self.before else dgates[:, 3 * H:]
+        found = dict(h=h, last=last, dx=da @ w_ih, dh0=dh0)
+        found |= {'d b_ih': da.sum(0), 'd b_hh': np.concatenate([da[:, :2 * H], du], 1).sum(0),
+                  'd w_hh': np.concatenate([da[:, :2 * H].T @ h_before, du.T @ (u if self.before else h_before)])}
+        if not self.tokens:
+            return found | {'d w_ih': da.T @ x}, np.abs(a).max()
+        sums, table = np.zeros((B, 3 * H)), np.zeros_like(self.params['table'], np.float64)
+        np.add.at(sums, sentence, da)
+        np.add.at(table, self.x, wide(found.pop('dx')[:, :self.E]))
+        sums = wide(sums)
+        dw_ih = np.concatenate([da.T @ x[:, :self.E], sums.T @ wide(self.context)], 1)
+        return found | {'d w_ih': dw_ih, 'd table': table, 'dcontext': self.into + sums @ w_ih[:, self.E:]}, np.abs(a).max()
+
+
+@pytest.mark.parametrize('layout,with_h0', [('packed', True), ('reversed', False), ('padded', True), ('padded', False)])
+@pytest.mark.parametrize('H', [16, 30, 136, 130])           # 4 multiprocessors: from H = 129 on one step at a time
+@pytest.mark.parametrize('before', [False, True], ids=['reset after', 'reset before'])
+@pytest.mark.parametrize('tokens', [False, True], ids=['rows', 'tokens'])
+def test_a_gru_rounds_what_it_stores_and_multiplies_and_nothing_else(tokens, before, H, layout, with_h0, on_gpu):
+    on_gpu.storage = 'bf16'
+    case = RoundedGRU(tokens, before, layout, H, with_h0)
+    got, (want, a) = case.run(), case.expected()
+    for name, exact in want.items():
+        if got[name] is None:
+            assert (name == 'dh0' and not with_h0) or (name == 'last' and layout == 'padded'), name
+        elif name in ('h', 'dx'):
+            # its own rounding, and that of an intermediate number that a different order of sums moves to its neighbour
+            within(got[name], exact, name, a if name == 'h' else np.abs(exact).max())
+            assert np.abs(get(got[name]) - exact).mean() <= HALF * np.abs(exact).mean(), name
+        else:
+            assert got[name].dtype == np.float32, name
+            close(get(got[name]), exact, 2 * HALF, name)        # a unit of the largest factor
+    if got['last'] is not None:
+        last = get(got['last'])[np.array(case.LENGTHS) > 0]
+        assert (rounded(last) != last).mean() > 0.9, 'the states are rounded'
+        same(rounded(last), np.array([get(got['h'])[own[-1]] for own in case.order if own]))
+
+
+@pytest.mark.parametrize('tokens', [False, True], ids=['rows', 'tokens'])
+def test_a_gru_gives_the_same_bits_without_copies_of_its_weights_in_every_precision(tokens, on_gpu):
+    """With all steps in one kernel; products of float32 and bfloat16 alone may add in another order."""
+    on_gpu.storage, case = 'bf16', RoundedGRU(tokens, False, 'packed', 30)
+    want = {name: get(array) for name, array in case.run().items() if array is not None}
+    for precision, copies in (('bf16', True), ('fp32', False)):
+        on_gpu.precision = precision
+        for name, array in case.run(copies).items():
+            if array is not None:
+                same(get(array), want[name], name)
+
+
+@pytest.mark.parametrize('H', [16, 136])
+@pytest.mark.parametrize('before', [False, True], ids=['reset after', 'reset before'])
+@pytest.mark.parametrize('packed', [False, True])
+def test_a_gru_accumulates_its_state_in_float32(packed, before, H, on_gpu):
+    """Each step adds a fortieth of a unit of bfloat16 to a state of 0.5."""
+    T, B, w = 60, 3, np.zeros((3 * H, H), np.float32)
+    bias = np.repeat(np.array([0, 8, 1], np.float32), H)
+    op = GRU(*map(of_device, (w, w, bias, np.zeros_like(bias))), reset_before=before)
+    rows = Packed(put(np.arange(B + 1, dtype=np.int32) * T), T) if packed else None
+    x = np.zeros((B * T, H) if packed else (T, B, H), np.float32)
+    h, _ = op.forward(half(x), put(np.full((B, H), 0.5, np.float32)), rows=rows)
+    z, n = sigmoid(8.0), np.tanh(1.0)
+    exact = n + (0.5 - n) * z ** np.arange(1, T + 1)
+    assert exact[-1] > 0.5 * (1 + 2 * HALF), 'a rounded state would pass'
+    within(h, np.broadcast_to(np.tile(exact, B)[:, None] if packed else exact[:, None, None], h.shape), 'h')
+
+
+def test_a_gru_refuses_arrays_of_two_types(on_gpu):
+    on_gpu.storage, case = 'bf16', RoundedGRU(False, False, 'packed', 16)
+    params = {name: of_device(value) for name, value in case.params.items()}
+    op, rows = GRU(**params), Packed(put(case.offsets), case.T)
+    h, ctx = op.forward(half(case.x), put(case.h0), rows=rows)
+    with pytest.raises(ValueError, match='gru_backward: float32 and bfloat16 activations in one call, expected one type'):
+        op.backward(put(case.dh), ctx)
+    with pytest.raises(TypeError, match='h0: expected dtype float32, got bfloat16'):
+        op.forward(half(case.x), half(case.h0), rows=rows)
+    x, w = put(np.zeros(64, np.float32)), half(np.zeros((3, 1), np.float32))
+    with pytest.raises(ValueError, match='gru_forward: w_ih or w_hh is bfloat16 and h float32, expected one type'):
+        launch('gru_forward', x, x, None, x, None, None, None, None, x, w, x, x, x, 1, 1, 0, 1, 1, 0, 0)
+    with pytest.raises(ValueError, match='embedding_linear_forward: weight is bfloat16 and y float32, expected one type'):
+        launch('embedding_linear_forward', x, x, put(np.zeros(1, np.int32)), None, None, w, x, x, 1, 1, 0, 1, 1, 0, 3)
+    with pytest.raises(ValueError, match='embedding_linear_backward: weight is bfloat16 and dy float32, expected one type'):
+        launch('embedding_linear_backward', x, None, None, x, x, x, x, put(np.zeros(1, np.int32)), None, None, w, x, 1, 1, 0, 1,
+               1, 0, 3, 3, 0)
+
+
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
-def losses(steps):
-    """Train the small transformer and return its losses."""
-    from small_models import make_transformer, pairs
+# a GRU of each kind: with a context, or with attention and a layer that reads in both directions
+MODELS = {'transformer': ('make_transformer', {}), 'seq2seq': ('make_seq2seq', {}),
+          'seq2seq attention': ('make_seq2seq', dict(attention=2, bidirectional=True))}
+
+
+def make_model(name):
+    import small_models
+    make, settings = MODELS[name]
+    return getattr(small_models, make)(**settings)
+
+
+def losses(name, steps):
+    """Train a small model and return its losses."""
+    from small_models import pairs
     from translation import train_steps
-    return train_steps(make_transformer(), pairs()[1], steps, batch_size=16, lr=0.002)
+    return train_steps(make_model(name), pairs()[1], steps, batch_size=16, lr=0.002)
 
 
-def test_a_transformer_with_bfloat16_activations_learns_like_one_in_float32(on_gpu):
-    plain = losses(30)
+@pytest.mark.parametrize('name', MODELS)
+def test_a_model_with_bfloat16_activations_learns_like_one_in_float32(name, on_gpu):
+    plain = losses(name, 30)
     on_gpu.precision = on_gpu.storage = 'bf16'
-    stored = losses(30)
+    stored = losses(name, 30)
     assert np.mean(plain[-5:]) < 0.95 * np.mean(plain[:5]), 'nothing was learned: the check is vacuous'
     assert (np.array(stored) != plain).any(), 'nothing was rounded'
     error = np.abs(np.array(stored) / plain - 1)
@@ -630,34 +837,43 @@ def recorded(model):
     return plan
 
 
-def test_activations_and_their_gradients_take_half_of_the_memory_and_weights_are_rounded_once(on_gpu):
-    from small_models import make_transformer
+@pytest.mark.parametrize('name', MODELS)
+def test_activations_and_their_gradients_take_half_of_the_memory_and_weights_are_rounded_once(name, on_gpu):
     plans = {}
     for storage in ('fp32', 'bf16'):
         on_gpu.precision = on_gpu.storage = storage
-        plans[storage] = recorded(make_transformer())
+        plans[storage] = recorded(make_model(name))
     tensors = {storage: {t.name: t for t in plan.tensors()} for storage, plan in plans.items()}
     halved = {name for name, t in tensors['bf16'].items() if t.dtype == BF16}
     assert {name for name in halved if tensors['bf16'][name].kind == 'parameter'} >= {'parameters_rounded'}
     kinds = {'intermediate', 'gradient'}
     for name, t in tensors['fp32'].items():
-        if t.kind in kinds and t.base is None and t.dtype == np.float32 and name.endswith(('.y', '.h', '.dx', '.dh')):
+        if t.kind in kinds and t.base is None and t.dtype == np.float32 and name.endswith(
+                ('.y', '.h', '.a', '.gates', '.dx', '.dh', '.dgates')) and '.both.' not in name:
             other = tensors['bf16'][name]
             assert other.dtype == BF16 and 2 * other.nbytes == t.nbytes, name
-    statistics = [t for name, t in tensors['bf16'].items() if name.endswith(('.mean', '.rstd', '.stats', '.loss', '_grad'))]
+    statistics = [t for name, t in tensors['bf16'].items() if name.endswith(
+        ('.mean', '.rstd', '.stats', '.loss', '_grad', '.last', '.dh0', '.dcontext'))]
     assert statistics and all(t.dtype == np.float32 for t in statistics)
     rounding = [action for action in plans['bf16'].actions if action.kernel == 'convert'
                 and action.tensors['x'].name == 'parameters']
     assert len(rounding) == 1
-    weights = [action.tensors['b'] for action in plans['bf16'].actions if action.kernel == 'gemm' and 'bias' in action.tensors]
+    names = {'gemm': ('b',), 'gru_forward': ('w_ih', 'w_hh'), 'embedding_linear_forward': ('weight',)}
+    weights = [action.tensors[argument] for action in plans['bf16'].actions for argument in names.get(action.kernel, ())
+               if argument in action.tensors and (action.kernel != 'gemm' or 'bias' in action.tensors)]
     assert weights and all(t.dtype == BF16 for t in weights)
-    assert 'Tensor(BFLOAT16)(encoder.embedding.y)' in str(plans['bf16'])
+    first = 'encoder.embedding.y' if name == 'transformer' else 'decoder.rnn.0.h'
+    assert f'Tensor(BFLOAT16)({first})' in str(plans['bf16'])
 
 
-def test_the_program_trains_saves_resumes_and_translates_with_bfloat16_activations(on_gpu, tmp_path, capsys):
-    from transformer import train
-    flags = ['-g', '1', '-f', 'embedded', '--pairs', '64', '-b', '32', '--d-model', '16', '--heads', '2', '--layers', '1',
-             '--min-count', '1']
+@pytest.mark.parametrize('name,sizes', [
+    ('transformer', ['--d-model', '16', '--heads', '2', '--layers', '1']),
+    ('seq2seq', ['--embedding', '16', '--hidden', '16']),
+    ('seq2seq', ['--embedding', '16', '--hidden', '16', '--attention', '2', '--bidirectional', '--reset-before'])],
+    ids=['transformer', 'seq2seq', 'seq2seq attention'])
+def test_a_program_trains_saves_resumes_and_translates_with_bfloat16_activations(name, sizes, on_gpu, tmp_path, capsys):
+    train = importlib.import_module(f'{name}.train')
+    flags = ['-g', '1', '-f', 'embedded', '--pairs', '64', '-b', '32', *sizes, '--min-count', '1']
     found = {}
     for precision in ('fp32', 'bf16'):
         folder = str(tmp_path / precision)

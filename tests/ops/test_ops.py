@@ -795,7 +795,7 @@ def test_kernels_refuse_an_input_product_that_is_half_given():
     with pytest.raises(ValueError, match='embedding_linear_forward: C=2, expected 0 if context is NULL, else at least 1'):
         launch('embedding_linear_forward', x[0], x[1], ids, None, None, *x[2:5], 1, 2, 0, 3, 2, 2, 2)
     with pytest.raises(ValueError, match='embedding_linear_backward: ld=1, expected at least O=2'):
-        launch('embedding_linear_backward', x[0], None, None, *x[1:5], ids, None, None, *x[5:7], 1, 2, 0, 3, 2, 0, 2, 1)
+        launch('embedding_linear_backward', x[0], None, None, *x[1:5], ids, None, None, *x[5:7], 1, 2, 0, 3, 2, 0, 2, 1, 0)
     with pytest.raises(ValueError, match='embedding_linear_forward: T=1 B=2 V=0 E=2 C=0 O=2'):
         launch('embedding_linear_forward', x[0], x[1], ids, None, None, *x[2:5], 1, 2, 0, 0, 2, 0, 2)
 

@@ -315,7 +315,7 @@ def test_the_table_of_an_embedding_gru_has_its_gradient_for_any_number_of_tokens
         gradients = [put(np.zeros(shape, np.float32)) for shape in ((V, E), (B, C), (O, E + C), (O,))]
         backend.launch('embedding_linear_backward', gradients[0], None, *gradients[1:],
                        *map(put, (dy, table, ids, context, offsets, weight)), backend.work('embedding_linear_backward', *sizes),
-                       *sizes, O)
+                       *sizes, O, 0)
         dtable, dcontext, dweight, dbias = map(get, gradients)
     wide, want, sums = dy.astype(np.float64), np.zeros((V, E)), np.zeros((B, O))
     np.add.at(want, ids, wide @ weight[:, :E])
@@ -324,3 +324,23 @@ def test_the_table_of_an_embedding_gru_has_its_gradient_for_any_number_of_tokens
     close(dcontext, sums @ weight[:, E:], 1e-5, 'dcontext')
     close(dweight, np.concatenate([wide.T @ table[ids], sums.T @ context], 1), 1e-5, 'dweight')
     close(dbias, wide.sum(0), 1e-5, 'dbias')
+
+
+@pytest.mark.parametrize('recipe', [{}, dict(recipe=Recipe())], ids=['float32', 'rounded'])
+@pytest.mark.parametrize('rows', [True, False], ids=['packed', 'padded'])
+def test_the_gradient_of_a_context_is_added_to_an_existing_gradient(rows, recipe):
+    case, found = Case((3, 0, 4, 1), tokens=True), []
+    before = normal(np.random.default_rng(5), case.B, C)
+    for into in (None, put(before.copy())):
+        op = case.op(**recipe)
+        x, lengths = (case.x, None) if rows else (case.padded(case.x), put(case.lengths))
+        h, ctx = op.forward(put(x), put(case.inputs['context']), put(case.inputs['h0']), lengths,
+                            Packed(put(case.offsets), case.T) if rows else None)
+        dh = put(normal(np.random.default_rng(6), *h.shape))
+        _, dcontext, dh0 = op.backward(dh, ctx, into=into)
+        assert into is None or dcontext is into
+        found.append([get(dh0), get(op.w_ih.grad), get(op.table.grad), get(dcontext)])
+    for want, got in zip(*found, strict=True):
+        close(got, want if got is not found[1][-1] else before + want, 1e-5)
+    with pytest.raises(ValueError, match='into: expected shape'):
+        op.backward(dh, ctx, into=put(before[1:]))
