@@ -3,9 +3,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, TypeGuard
+import time
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import os
 
 AXES_LIMIT = 32                     # numpy 1 supports no more
+_SETTLED = 2_000_000_000            # nanoseconds
 _LARGEST = (1 << 63) // 8           # elements: numpy refuses more bytes, and does not count sizes of 0
 
 
@@ -33,3 +38,9 @@ def is_shape(value: tuple[object, ...] | list[object]) -> TypeGuard[tuple[int, .
     """Return whether numpy has arrays with these sizes."""
     sizes = [size for size in value if is_count(size)]
     return len(sizes) == len(value) <= AXES_LIMIT and math.prod(filter(None, sizes)) < _LARGEST
+
+
+def is_settled(status: os.stat_result) -> bool:
+    """Return whether size and modification time identify the content of a file: it did not change in the last two seconds.
+    Two changes within the resolution of the clock have the same time."""
+    return time.time_ns() - status.st_mtime_ns > _SETTLED

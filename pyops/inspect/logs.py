@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from pyops.errors import UserError, printable
 from pyops.inspect.checks import Refused, is_count, parse_json
+from pyops.inspect.index import Index
 from pyops.inspect.manifest import NAME, Manifest, known_format, parse_format, tensor_line
-from pyops.inspect.readers import SUFFIXES, list_tensors, nbytes, read
+from pyops.inspect.readers import SUFFIXES, list_file, nbytes, read
 from pyops.inspect.writer import MANIFEST, padding
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ _RANK = re.compile(r'rank_(\d{1,9})')
 _MEANING = {'activation': ('forward', 'input'), 'weight': ('forward', 'weight'), 'output': ('forward', 'output'),
             'gradient': ('backward', 'grad_output'), 'dgrad': ('backward', 'grad_input'), 'wgrad': ('backward', 'grad_weight')}
 _BARE = '', 'tensor', 'data', 'high_precision'      # keys of the only tensor of a file, or of the one that it is about
+_USED = {'pyops', 'layer_type', 'operation', 'quant_type', 'tensor_name', 'layer_idx', 'step', 'iteration', 'phase',
+         'component', 'rank', 'sample', 'sample_idx', 'group', 'group_idx'}      # items of a file's metadata
+_REFUSED = 3                        # most lines in `skipped` about the tensors of a file
+_READERS = (__name__, 'pyops.inspect.checks', 'pyops.inspect.packed', 'pyops.inspect.readers', 'pyops.inspect.torch_files')
 
 
 class LogError(UserError):
@@ -174,6 +179,7 @@ class Logs:
         self.run: dict[str, Any] = {}
         self._root = os.path.realpath(self.folder)
         self._folders: dict[str, _Folder] = {}      # path relative to the root -> _Folder
+        self._index = Index(self.folder, 'tensors', *_READERS)
         self.refresh()
         if not self.entries and not empty:
             reasons = '; '.join(f'{file}: {reason}' for file, reason in self.skipped[:3])
@@ -190,6 +196,7 @@ class Logs:
         subfolders = self._refresh('', new)
         for name in sorted(subfolders):
             self._refresh(name, new)
+        self._index.save()
         new.sort(key=sort_key)
         if new:
             self.entries = sorted(self.entries + new, key=sort_key)
@@ -197,7 +204,7 @@ class Logs:
 
     def _refresh(self, name: str, new: list[Entry]) -> list[str]:
         """Read one folder, append its new entries to `new` and return the names of its subfolders."""
-        state = self._folders.get(name) or _Folder(self._root, name, self.folder)
+        state = self._folders.get(name) or _Folder(self._root, name, self.folder, self._index)
         subfolders = state.refresh(new)
         if name in self._folders or not name or state.known or state.manifest.lines or state.manifest.refused:
             self._folders[name] = state         # other subfolders, such as one of pictures, are ignored without a report
@@ -296,22 +303,25 @@ class _Folder:
     """One folder of tensors: its manifest, and the state of each file.
 
     root: real path of the folder given to Logs;  name: the folder relative to it, '' for the folder itself;
-    opened: the folder given to Logs, as the user wrote it
+    opened: the folder given to Logs, as the user wrote it;  index: of that folder
     """
 
-    def __init__(self, root: str, name: str, opened: str) -> None:
-        self.root, self.name = root, name
+    def __init__(self, root: str, name: str, opened: str, index: Index) -> None:
+        self.root, self.name, self.index = root, name, index
         self.path = os.path.join(opened, name) if name else opened
         self.manifest = Manifest(os.path.join(self.path, MANIFEST))
         self.known: set[str] = set()    # files with entries
         self.refused: dict[str, tuple[str, Any]] = {}       # file -> (reason, (size, mtime) at the last attempt)
         self.missing: dict[str, dict[str, Any]] = {}        # file -> its manifest line, until the file exists
+        self.refused_parts: dict[str, list[str]] = {}       # file -> lines about single tensors
 
     def skipped(self) -> list[tuple[str, str]]:
         prefix = self.name and self.name + '/'
         missing = ((file, 'the manifest lists this file, but it does not exist') for file in self.missing)
         refused = ((file, reason) for file, (reason, _) in self.refused.items())
-        return [(printable(prefix + file), reason) for file, reason in (*self.manifest.refused, *sorted(refused), *missing)]
+        parts = ((file, reason) for file in sorted(self.refused_parts) for reason in self.refused_parts[file])
+        return [(printable(prefix + file), reason) for file, reason in (
+            *self.manifest.refused, *sorted(refused), *parts, *missing)]
 
     def refresh(self, new: list[Entry]) -> list[str]:
         """Append new entries to `new` and return the names of the subfolders."""
@@ -363,9 +373,27 @@ class _Folder:
                 raise Refused(f'truncated: {status.st_size} bytes for a tensor of shape {tuple(line["shape"])}')
             entries = [Entry(**{**line, **shared}, key='tensor', origin=self.manifest.origin(line['run']))]
         else:
-            entries = [self._inspect(shared, *tensor) for tensor in list_tensors(os.path.join(self.path, file))]
+            tensors, metadata = self._listing(file, status)
+            entries = [self._inspect(shared, *tensor, metadata) for tensor in tensors]
         self.known.add(file)
         new += entries
+
+    def _listing(self, file: str, status: os.stat_result) -> tuple[list[tuple[str, Shape, str]], dict[str, Any]]:
+        """Return (key, shape, dtype) of the tensors of a file, and what is used of its metadata."""
+        name = os.path.join(self.name, file)
+        found = self.index.find(name, status, 'tensors')
+        if found is None:
+            tensors, refused = list_file(os.path.join(self.path, file))
+            metadata = {key: value for key, value in (tensors[0][3] if tensors else {}).items()
+                        if key in _USED and isinstance(value, (str, int))}
+            lines = [f'{printable(key)[:80]}: {reason}' if key else reason for key, reason in refused]
+            found = [[tensor[:3] for tensor in tensors], metadata, lines]
+            self.index.add(name, status, 'tensors', found)
+        tensors, metadata, lines = found
+        if lines:
+            rest = len(lines) - _REFUSED
+            self.refused_parts[file] = lines[:_REFUSED] + [f'{rest} more of its tensors cannot be read'] * (rest > 0)
+        return [(key, tuple(shape), dtype) for key, shape, dtype in tensors], metadata
 
     def _inspect(self, shared: dict[str, Any], key: str, shape: Shape, dtype: str, metadata: dict[str, Any]) -> Entry:
         """Return the Entry of a tensor that the manifest does not list, from the file's metadata (a dict) and its name."""

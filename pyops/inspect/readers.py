@@ -1,6 +1,7 @@
 """The readers of the file formats of saved tensors: .safetensors, .npy and PyTorch's .pt, .pth and .bin.
 
-`list_tensors` lists the tensors of a file, `read` returns one of them as float32.  Both raise Refused or OSError.
+`list_file` lists the tensors of a file, `read` returns one of them as float32.  Both raise Refused or OSError.  A quantized
+weight whose codes and scales are separate tensors (packed.py) is listed as the weight and its codes; its scales stay.
 
 No file is trusted.  Headers are checked against the file size before any allocation, .npy files are read without pickle
 support, and torch_files.py reads PyTorch's pickles without running them.
@@ -10,16 +11,19 @@ from __future__ import annotations
 import functools
 import math
 import os
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
+import re
+import threading
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from pyops.errors import printable
-from pyops.inspect.checks import Refused, is_count, is_shape, parse_json
+from pyops.inspect import packed
+from pyops.inspect.checks import Refused, is_count, is_settled, is_shape, parse_json
 from pyops.inspect.torch_files import STORED, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pyops.typing import Shape
 
@@ -34,11 +38,31 @@ _DTYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat
            'U32': 'uint32', 'U16': 'uint16', 'U8': 'uint8', 'BOOL': 'bool'}
 Description: TypeAlias = 'tuple[str, Shape, str, dict[str, Any]]'      # key, shape, dtype, metadata
 _EXPECTED = 'expected floating-point numbers of 64 to 8 bits, integers or bool'
+_INDEX_LIMIT = 64 << 20             # bytes of the index of a checkpoint in several files
+_SHARD = re.compile(r'(.+)-\d{1,9}-of-\d{1,9}\.safetensors', re.S)
+_KEPT = 8                           # headers that are kept after they were parsed
+_HEADERS: dict[Any, Any] = {}
+_LOCK = threading.Lock()
+T = TypeVar('T')
+
+
+class Listing(NamedTuple):
+    """The tensors of a file, and (key, reason) of those that cannot be read; the key may be unknown, ''."""
+    tensors: list[Description]
+    refused: list[tuple[str, str]]
+
+
+def list_file(path: str) -> Listing:
+    """Return the Listing of a file.  Its numbers are not read.  Refused if it has no tensor that can be read."""
+    found = _LISTERS[os.path.splitext(path)[1]](path)
+    if not found.tensors:
+        raise Refused(found.refused[0][1] if found.refused else 'contains no tensor')
+    return found
 
 
 def list_tensors(path: str) -> list[Description]:
-    """Return [(key, shape, dtype, metadata)] for the tensors of a file.  Its numbers are not read."""
-    return _DESCRIBERS[os.path.splitext(path)[1]](path)
+    """Return [(key, shape, dtype, metadata)] for the tensors of a file."""
+    return list_file(path).tensors
 
 
 def read(path: str, key: str) -> np.ndarray:
@@ -68,12 +92,11 @@ def flat(path: str, key: str) -> Flat | None:
     """Return where a tensor of a .safetensors or .npy file is stored; None for other files and other orders of its numbers."""
     suffix = os.path.splitext(path)[1]
     if suffix == '.safetensors':
-        with _open_regular(path) as file:
-            header, start, size = _safetensors_header(file)
-        if key not in header:
-            return None
-        shape, dtype, begin = _safetensors_tensor(key, header[key], size)
-        return Flat(path, start + begin, dtype, math.prod(shape))
+        file = _safetensors(path)
+        if key in file.refused:
+            raise Refused(file.refused[key])
+        stored = None if key in file.weights else file.tensors.get(key)
+        return None if stored is None else Flat(path, stored.offset, stored.dtype, math.prod(stored.shape))
     if suffix == '.npy':
         array = _map_npy(path)
         if isinstance(array, np.memmap) and array.flags.c_contiguous and array.dtype == STORED.get(array.dtype.name):
@@ -86,20 +109,94 @@ def nbytes(shape: Iterable[int], dtype: str) -> int:
     return math.prod(shape) * np.dtype(STORED.get(dtype, 'u1')).itemsize
 
 
-def _safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int, int]:
-    """Return the parsed header, the offset of the data and its size in bytes.
+# ---- safetensors -----------------------------------------------------------------------------------------------------
+# The safetensors library is not used: its numpy API does not support bfloat16.
 
-    The safetensors library is not used: its numpy API does not support bfloat16.
+class _Stored(NamedTuple):
+    """A tensor in a safetensors file, from `offset` of the file on."""
+    path: str
+    offset: int
+    shape: Shape
+    dtype: str
+
+    def read(self) -> np.ndarray:
+        with _open_regular(self.path) as file:
+            file.seek(self.offset)
+            array = np.fromfile(file, STORED[self.dtype], math.prod(self.shape))
+        if array.size != math.prod(self.shape):
+            raise Refused('truncated during the read')
+        return array.reshape(self.shape)
+
+    def numbers(self) -> np.ndarray:
+        return _widen(self.read(), self.dtype).reshape(self.shape)
+
+
+class _Safetensors(NamedTuple):
+    """The header of a file.
+
+    tensors: those in the file, by key;  metadata: of the file;  refused: {key: reason}
+    weights: quantized weights by name, whose codes are in the file;  scales: their other tensors, perhaps from other files
     """
+    tensors: dict[str, _Stored]
+    metadata: dict[str, Any]
+    refused: dict[str, str]
+    weights: dict[str, packed.Packed]
+    scales: dict[str, _Stored]
+
+    def codes(self, item: packed.Packed) -> np.ndarray:
+        """Return the numbers that the codes of a weight stand for, before the scale."""
+        stored = self.tensors[item.codes]
+        return packed.unpack(item, stored.read()) if stored.dtype in ('uint8', 'int32') else stored.numbers()
+
+    def weight(self, item: packed.Packed) -> np.ndarray:
+        scales, *others = (self.scales[key].numbers() if key else None for key in (item.scale, item.factor, item.zeros))
+        assert scales is not None
+        return packed.dequantize(item, self.codes(item), scales, *others)
+
+
+def _safetensors(path: str) -> _Safetensors:
+    return _kept('safetensors', path, lambda file: _parse_safetensors(path, file))
+
+
+def _parse_safetensors(path: str, file: BinaryIO) -> _Safetensors:
+    tensors, metadata, refused = _stored_tensors(path, file)
+    scales = tensors | _scales_elsewhere(path, tensors, refused)
+    found, unknown = packed.find(scales, metadata, lambda key: scales[key].read())
+    weights = {}
+    for item in found:
+        if item.codes not in tensors or item.codes in refused:
+            continue
+        if item.name in tensors and item.name != item.codes:
+            refused[item.codes] = f'the file also has {printable(item.name)[:80]}'
+            continue
+        weights[item.name] = item
+        if item.has_exponents:
+            scales[item.scale] = scales[item.scale]._replace(dtype='float8_e8m0fnu')
+            if item.scale in tensors:
+                tensors[item.scale] = scales[item.scale]
+    refused |= {key: reason for key, reason in unknown.items() if key in tensors}
+    return _Safetensors(tensors, metadata, refused, weights, scales)
+
+
+def _stored_tensors(path: str, file: BinaryIO) -> tuple[dict[str, _Stored], dict[str, Any], dict[str, str]]:
+    """Return the tensors, the metadata and {key: reason} of tensors that cannot be read."""
     size = os.fstat(file.fileno()).st_size
-    start = file.read(8)
-    length = int.from_bytes(start, 'little')
-    if len(start) < 8 or length > size - 8:
+    first = file.read(8)
+    length = int.from_bytes(first, 'little')
+    if len(first) < 8 or length > size - 8:
         raise Refused(f'truncated, or not a safetensors file: {size} bytes')
     if length > _HEADER_LIMIT:
         raise Refused(f'the header has {length} bytes; expected at most {_HEADER_LIMIT}')
-    header = file.read(length)
-    return parse_json(header), 8 + length, size - 8 - length
+    header = parse_json(file.read(length))
+    metadata = header.pop('__metadata__', None)
+    tensors, refused = {}, {}
+    for key, value in header.items():
+        try:
+            shape, dtype, begin = _safetensors_tensor(key, value, size - 8 - length)
+            tensors[key] = _Stored(path, 8 + length + begin, shape, dtype)
+        except Refused as error:
+            refused[key] = str(error)
+    return tensors, metadata if isinstance(metadata, dict) else {}, refused
 
 
 def _safetensors_tensor(key: str, value: Any, size: int) -> tuple[Shape, str, int]:
@@ -118,37 +215,102 @@ def _safetensors_tensor(key: str, value: Any, size: int) -> tuple[Shape, str, in
     return shape, _DTYPES[dtype], begin
 
 
-def _describe_safetensors(path: str) -> list[Description]:
-    with open(path, 'rb') as file:
-        header, _, size = _safetensors_header(file)
-    metadata = header.pop('__metadata__', None)
-    metadata = metadata if isinstance(metadata, dict) else {}
-    result, reasons = [], []
-    for key, value in header.items():
-        try:
-            shape, dtype, _ = _safetensors_tensor(key, value, size)
-            result.append((key, shape, dtype, metadata))
-        except Refused as error:
-            reasons.append(str(error))
-    return _require_tensors(result, reasons)
+def _scales_elsewhere(path: str, tensors: dict[str, _Stored], refused: dict[str, str]) -> dict[str, _Stored]:
+    """Return the scales of the file's weights that are in other files of its checkpoint, by the index of Hugging Face.
+
+    Adds weights whose scales cannot be read to `refused`.
+    """
+    folder, name = os.path.split(path)
+    match = _SHARD.fullmatch(name)
+    index = os.path.join(folder, f'{match[1]}.safetensors.index.json') if match else ''
+    if not os.path.isfile(index):
+        return {}
+    try:
+        files = _kept('index', index, _weight_map)
+    except (Refused, OSError):
+        return {}
+    found: dict[str, _Stored] = {}
+    for key in tensors:
+        for scale in (key.removesuffix('_packed') + suffix for suffix in packed.SCALES):
+            other = files.get(scale)
+            if scale in tensors or not isinstance(other, str) or other == name:
+                continue
+            try:
+                found[scale] = _stored_in(folder, other)[scale]
+            except (Refused, OSError, KeyError):
+                refused[key] = f'{printable(scale)[:80]} cannot be read from {printable(other)[:80]}'
+    return found
+
+
+def _weight_map(file: BinaryIO) -> dict[str, Any]:
+    files = parse_json(file.read(_INDEX_LIMIT)).get('weight_map')
+    return files if isinstance(files, dict) else {}
+
+
+def _stored_in(folder: str, name: str) -> dict[str, _Stored]:
+    """Return the tensors of another file of the folder.  Refused if the name leads out of it."""
+    path = os.path.join(folder, name)
+    if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder) or not name.endswith('.safetensors'):
+        raise Refused('not in the folder')
+    return _kept('tensors', path, lambda file: _stored_tensors(path, file)[0])
+
+
+def _kept(kind: str, path: str, parse: Callable[[BinaryIO], T]) -> T:
+    """Return parse(open file), or its last result if the file is the same.  A checkpoint has thousands of tensors, and one
+    header is parsed for all of them."""
+    with _open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        key = kind, path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        with _LOCK:
+            if key in _HEADERS:
+                return _HEADERS[key]
+        result = parse(file)
+    if is_settled(status):
+        with _LOCK:
+            while len(_HEADERS) >= _KEPT:
+                del _HEADERS[next(iter(_HEADERS))]
+            _HEADERS[key] = result
+    return result
+
+
+def _list_safetensors(path: str) -> Listing:
+    file = _safetensors(path)
+    tensors: list[Description] = []
+    packed_as = {item.codes: item for item in file.weights.values()}
+    for key, stored in file.tensors.items():
+        item = packed_as.get(key)
+        if key in file.refused:
+            continue
+        if item is None:
+            tensors.append((key, stored.shape, stored.dtype, file.metadata))
+            continue
+        codes = _codes_key(item)
+        tensors += [(name, item.shape, item.dtype, file.metadata) for name in (item.name, codes)
+                    if name == item.name or codes not in file.tensors]
+    return Listing(tensors, list(file.refused.items()))
+
+
+def _codes_key(item: packed.Packed) -> str:
+    return item.name + '_codes'
 
 
 def _read_safetensors(path: str, key: str) -> np.ndarray:
-    with _open_regular(path) as file:
-        header, start, size = _safetensors_header(file)
-        if key not in header:
-            raise Refused(f'contains no tensor {printable(key)!r}')
-        shape, dtype, begin = _safetensors_tensor(key, header[key], size)
-        file.seek(start + begin)
-        array = np.fromfile(file, STORED[dtype], math.prod(shape))
-    if array.size != math.prod(shape):
-        raise Refused('truncated during the read')
-    return _widen(array, dtype).reshape(shape)
+    file = _safetensors(path)
+    if key in file.weights:
+        return file.weight(file.weights[key])
+    if key in file.refused:
+        raise Refused(file.refused[key])
+    if key in file.tensors:
+        return file.tensors[key].numbers()
+    item = file.weights.get(key.removesuffix('_codes'))
+    if item is None or key != _codes_key(item):
+        raise Refused(f'contains no tensor {printable(key)!r}')
+    return file.codes(item)
 
 
-def _describe_npy(path: str) -> list[Description]:
+def _list_npy(path: str) -> Listing:
     array = _map_npy(path)
-    return [('', array.shape, array.dtype.name, {})]
+    return Listing([('', array.shape, array.dtype.name, {})], [])
 
 
 def _read_npy(path: str, key: str) -> np.ndarray:
@@ -178,16 +340,16 @@ def _map_npy(path: str) -> np.ndarray:
         raise Refused(f'truncated, or not a .npy file ({printable(error)[:100]})') from error
 
 
-def _describe_pt(path: str) -> list[Description]:
+def _list_pt(path: str) -> Listing:
     with _open_regular(path) as file:
         contents = parse(file, os.fstat(file.fileno()).st_size)
-    result, reasons = [], list(contents.refused)
+    result, reasons = [], [('', reason) for reason in contents.refused]
     for key, tensor in contents.tensors.items():
         if tensor.dtype in _DTYPES.values():
             result.append((key, tensor.shape, tensor.dtype, contents.metadata))
         else:
-            reasons.append(f'a tensor of {printable(tensor.dtype)[:40]}: {_EXPECTED}')
-    return _require_tensors(result, reasons)
+            reasons.append((key, f'a tensor of {printable(tensor.dtype)[:40]}: {_EXPECTED}'))
+    return Listing(result, reasons)
 
 
 def _read_pt(path: str, key: str) -> np.ndarray:
@@ -239,12 +401,6 @@ def _float8(dtype: str) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def _require_tensors(tensors: list[Any], reasons: list[str]) -> list[Any]:
-    if not tensors:
-        raise Refused(reasons[0] if reasons else 'contains no tensor')
-    return tensors
-
-
 _TORCH = '.pt', '.pth', '.bin'
-_DESCRIBERS = {'.safetensors': _describe_safetensors, '.npy': _describe_npy} | dict.fromkeys(_TORCH, _describe_pt)
+_LISTERS = {'.safetensors': _list_safetensors, '.npy': _list_npy} | dict.fromkeys(_TORCH, _list_pt)
 _READERS = {'.safetensors': _read_safetensors, '.npy': _read_npy} | dict.fromkeys(_TORCH, _read_pt)
