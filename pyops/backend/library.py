@@ -111,12 +111,22 @@ def _from_tables(module):
     return names['ffi']
 
 
+def _cpu_path():
+    # PYOPS_LIBRARY: a library from another build, for example with a sanitizer
+    return Path(os.environ.get('PYOPS_LIBRARY') or PACKAGE / 'libpyops.so')
+
+
+def build():
+    """Return a text for keys of the cache, which changes when the CPU library is built again."""
+    status = _cpu_path().stat()
+    return f'{status.st_size} {status.st_mtime_ns}'
+
+
 @functools.cache
 def cpu():
     """Return the CPU library.  UserError with the remedy if it is missing, has another ABI version or cannot use PYOPS_ISA or
     PYOPS_EXACT."""
-    # PYOPS_LIBRARY: a library from another build, for example with a sanitizer
-    header, path = PACKAGE / 'pyops.h', Path(os.environ.get('PYOPS_LIBRARY') or PACKAGE / 'libpyops.so')
+    header, path = PACKAGE / 'pyops.h', _cpu_path()
     if not path.exists() or not header.exists():
         raise UserError(f'{path}: the kernel library is not built; {REMEDY}')
     _let_idle_threads_sleep()

@@ -20,6 +20,7 @@ from pyops import formats
 from pyops.errors import UserError, printable
 from pyops.inspect import codes as codes_of
 from pyops.inspect.choice import select
+from pyops.inspect.known import Known
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
 from pyops.inspect.pieces import measure_in_pieces
 from pyops.inspect.statistics import BLOCK, block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
@@ -82,28 +83,36 @@ def compare(entries: Iterable[Entry], fmts: Sequence[Format],
             mask_of: Callable[[Entry], np.ndarray | None] = lambda entry: None, axis: int | str | None = None,
             progress: Callable[[Iterable[Entry]], Iterable[Entry]] = iter,
             on_blocks: Callable[..., Any] | None = None, folder: codes_of.Folder | None = None,
-            ) -> tuple[list[Row], list[tuple[str, str]]]:
+            known: Known | None = None) -> tuple[list[Row], list[tuple[str, str]]]:
     """Round every tensor to each of the formats.  Return ([Row], [(file, reason)] of unreadable files).
 
     mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: the entry's axis.
     on_blocks: called with (entry, format, axis, statistics of the blocks, log2 of their scales or None)
     folder: receives files with codes and scales, which then have statistics, too.  One tensor at a time is in memory, a large
     one in pieces if neither on_blocks nor folder needs all of it.
+    known: measures of earlier commands, which are used unless on_blocks or folder needs the tensor; receives the others
     """
     rows, skipped = [], []
     for entry in progress(entries):
         try:
             mask, along = mask_of(entry), _axis(entry, axis)
+            slot = known.of(entry, along, mask) if known and not on_blocks and not folder else None
+            ready = {fmt: parts for fmt in fmts if (parts := slot.row(fmt))} if slot else {}
             in_pieces = {} if on_blocks or folder else {
-                fmt: parts for fmt in fmts if (parts := measure_in_pieces(entry, fmt, along, mask))}
-            x = entry.load() if len(in_pieces) < len(fmts) else None
+                fmt: parts for fmt in fmts if fmt not in ready and (parts := measure_in_pieces(entry, fmt, along, mask))}
+            x = entry.load() if len(ready) + len(in_pieces) < len(fmts) else None
         except LogError as error:
             skipped.append((entry.relative_path, str(error)))
             continue
         binades = {} if x is None else exponents(x, mask)
         for fmt in fmts:
+            if fmt in ready:
+                rows.append(Row(entry, fmt, *ready[fmt]))
+                continue
             if fmt in in_pieces:
                 rows.append(Row(entry, fmt, *in_pieces[fmt]))
+                if slot:
+                    slot.add_row(fmt, *in_pieces[fmt])
                 continue
             whole, blocks = measure(x, fmt, along, mask)
             worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # ignores NaN: no SQNR
@@ -120,6 +129,8 @@ def compare(entries: Iterable[Entry], fmts: Sequence[Format],
                     histograms |= {'codes': {}, 'scale_octaves': {}}
                     whole |= {'code_std': math.nan, 'scale_std': math.nan}
             rows.append(Row(entry, fmt, whole | {'worst_block_db': worst}, histograms))
+            if slot:
+                slot.add_row(fmt, rows[-1].statistics, histograms)
             if on_blocks:
                 on_blocks(entry, fmt, along, blocks, block_scales(x, fmt, along) if fmt.is_block else None)
     return rows, skipped
@@ -167,9 +178,14 @@ def run(options):
         print(f'--per-block: {printable(options.per_block)} will have about {size_text(nbytes)}; choose fewer tensors with '
               '--layers, --names or --steps, or fewer formats', file=sys.stderr, flush=True)
     folder = codes_of.Folder(options.save_codes, options.logs) if options.save_codes else None
-    with _Blocks(options.per_block) as blocks:
-        rows, unread = compare(entries, fmts, logs.mask, options.axis, lambda entries: watch(entries, len(entries), 'compare'),
-                               blocks.add if options.per_block else None, folder)
+    known = Known(options.logs)
+    try:
+        with _Blocks(options.per_block) as blocks:
+            rows, unread = compare(entries, fmts, logs.mask, options.axis,
+                                   lambda entries: watch(entries, len(entries), 'compare'),
+                                   blocks.add if options.per_block else None, folder, known)
+    finally:
+        known.save()                    # also after Ctrl-C: the same command goes on from there
     skipped = [*logs.skipped, *unread]
     if not rows:
         raise UserError(f'{printable(options.logs)}: none of {len(entries)} tensors can be read; {skipped[-1][1]}')

@@ -21,11 +21,14 @@ from collections import OrderedDict
 from pyops.errors import UserError, printable
 from pyops.formats import FORMATS
 from pyops.inspect import page, payload
+from pyops.inspect.known import Known
 from pyops.inspect.logs import Logs
-from pyops.inspect.runs import Named, Pairing, Partings, Runs, difference, mask_of, named, parting_data
+from pyops.inspect.runs import Named, Pairing, Partings, Runs, difference, mask_of, named, parting_data, run_of
+from pyops.inspect.statistics import quantization
 from pyops.network import cannot_listen, resolve, url_of
 
 _POLL = 0.5                         # seconds between two listings of the folder
+_KEEP = 30                          # seconds between two times that new measures are kept for later commands
 _EVENTS = 1000                      # events per response
 _CACHE = 64 << 20                   # bytes of cached responses
 _IDLE_TIMEOUT = 30                  # seconds after which an idle connection is closed
@@ -69,6 +72,7 @@ class Source:
         self._wake = threading.Event()          # set when a page selects another format
         self._responses, self._size = OrderedDict(), 0
         self._computing = threading.Semaphore(2)    # concurrent requests; leaves cores to the training run
+        self._known = {}                        # name of a run -> Known; only the thread that measures uses it
         self._reset(None)
 
     def _reset(self, logs):
@@ -77,6 +81,7 @@ class Source:
         self._logs, self._opened = logs, self._identity() if logs else None
         self._entries, self._events, self._quality, self._failed = [], [], {}, []
         self._format, self._steps, self._n_steps = '', [], 0
+        self._todo = {}                         # format -> numbers of the tensors not yet measured, the newest last
         self._partings, self._pairing, self._pairs = None, None, []     # of several runs
         if logs and len(self._runs) > 1:
             self._partings, self._pairing = Partings(), Pairing(logs.names[0])
@@ -118,8 +123,11 @@ class Source:
                 self.waiting = str(error)
                 return
             for entry in new:
-                self._events.append(('tensor', len(self._entries)))
+                number = len(self._entries)
+                self._events.append(('tensor', number))
                 self._entries.append(entry)
+                for todo in self._todo.values():
+                    todo.append(number)
             if self._pairing:
                 self._pairs += self._pairing.add(new)
             self.waiting = '' if self._entries else f'{printable(self.folder)}: waiting for the first tensor'
@@ -128,32 +136,42 @@ class Source:
         """Poll the folder and measure its tensors in an endless loop."""
         with contextlib.suppress(AttributeError, OSError):
             os.nice(10)                         # affects only this thread on Linux
-        due = 0.0
+        due, keep = 0.0, time.monotonic() + _KEEP
         while True:
             if time.monotonic() >= due:
                 self.refresh()
                 due = time.monotonic() + _POLL
-            if not self._measure() and not self._compare():
+            is_idle = not self._measure() and not self._compare()
+            if is_idle or time.monotonic() >= keep:
+                self.save()
+                keep = time.monotonic() + _KEEP
+            if is_idle:
                 self._wake.wait(max(0.0, due - time.monotonic()))
                 self._wake.clear()
 
-    def _unmeasured(self):
-        """Return the numbers of the tensors not yet measured in the selected format, newest first."""
-        done = self._quality.get(self._format, {})
-        return [number for number in range(len(self._entries) - 1, -1, -1) if number not in done] if self._format else []
-
     def _measure(self):
-        """Measure one tensor in the selected format.  Return False if none is left."""
+        """Measure one tensor in the selected format, the newest first.  Return False if none is left."""
         with self._lock:
-            unmeasured, fmt, serial = self._unmeasured(), self._format, self.serial
-            if not unmeasured:
+            fmt, serial = self._format, self.serial
+            if fmt not in self._todo:
+                self._todo[fmt] = list(range(len(self._entries)))
+            if not fmt or not self._todo[fmt]:
                 return False
-            number = unmeasured[0]
+            number = self._todo[fmt].pop()
             entry = self._entries[number]
         try:
-            x, mask = entry.load(), self._mask(entry)
-            statistics = None if entry.statistics else payload.describe(x, mask)
-            measures, failure = payload.quality(x, fmt, entry.axis, mask), None
+            mask = self._mask(entry)
+            slot = self._known_of(entry, mask)
+            numbers, statistics = slot.quantization(fmt), entry.statistics or slot.description()
+            x = None if numbers and statistics else entry.load()
+            if not statistics:
+                statistics = payload.describe(x, mask)
+                slot.add_description(statistics)
+            if not numbers:
+                numbers = quantization(x, fmt, entry.axis, mask)
+                slot.add_quantization(fmt, numbers)
+            measures, failure = payload.quality_of(numbers), None
+            statistics = None if entry.statistics else statistics
         except UserError as error:
             statistics, measures, failure = None, [None] * len(payload.QUALITY), str(error)
         with self._lock:
@@ -163,6 +181,18 @@ class Source:
                 if failure and (entry.relative_path, failure) not in self._failed:
                     self._failed.append((entry.relative_path, failure))
         return True
+
+    def _known_of(self, entry, mask):
+        """Return the Slot of a tensor."""
+        name = run_of(entry) if len(self._runs) > 1 else self._runs[0].name
+        if name not in self._known:
+            self._known[name] = Known(dict(self._runs)[name])
+        return self._known[name].of(entry, entry.axis, mask)
+
+    def save(self):
+        """Keep the new measures for later commands."""
+        for known in list(self._known.values()):
+            known.save()
 
     def _compare(self):
         """Compare one tensor with the same one of the first run.  Return False if none is left."""
@@ -209,9 +239,10 @@ class Source:
                     tensors.append(payload.row(number, self._entries[number]))
                 else:
                     quality.append([fmt[0], number, *self._quality[fmt[0]][number]])
+            pending = len(self._entries) - len(self._quality.get(self._format, ())) if self._format else 0
             version = after + len(events)
             return {'serial': self.serial, 'version': version, 'more': version < len(self._events),
-                    'tensors': tensors, 'quality': quality, 'waiting': self.waiting, 'pending': len(self._unmeasured()),
+                    'tensors': tensors, 'quality': quality, 'waiting': self.waiting, 'pending': pending,
                     'formats': [payload.describe_format(fmt) for fmt in self.formats()], 'steps': self._thin(),
                     'run': self._logs.run if self._logs else {},
                     'partings': self._parted(query),
