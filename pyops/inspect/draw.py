@@ -6,7 +6,7 @@
     DRAW/heatmaps/              per tensor: values, errors of each format, scales of blocks
     DRAW/comparisons/           per tensor: all formats side by side
     DRAW/attention_maps/        the weights of each head for a sentence, with its words
-    DRAW/statistics/            by layer and step: magnitudes, SQNR, gradient flow
+    DRAW/statistics/            by layer and step: magnitudes, SQNR, gradient flow, entropy of attention, NaN and infinities
     DRAW/index.html             the same, interactive
 
 Each tensor is read and measured once, by the process that draws all its pictures; its statistics and its compressed part of the
@@ -53,7 +53,7 @@ class Summary:
     tensors: int = 0
     foreign: list = dataclasses.field(default_factory=list)
     skipped: list = dataclasses.field(default_factory=list)     # (file, reason)
-    notes: list = dataclasses.field(default_factory=list)       # sentences about omitted pictures
+    notes: list = dataclasses.field(default_factory=list)       # lines about omitted pictures, NaN and overflow
     removed: int = 0
     page: str = ''              # path of index.html if it was written
 
@@ -115,7 +115,7 @@ def draw(logs, folder, options=None):
     from pyops.inspect.choice import select
     from pyops.inspect.compare import parse_formats
     from pyops.inspect.logs import Logs
-    from pyops.inspect.pictures import style
+    from pyops.inspect.pictures import overview, style
     options = options or Options()
     style.require()
     texts = tuple(map(str, parse_formats(options.formats)))
@@ -140,6 +140,7 @@ def draw(logs, folder, options=None):
         if not records:
             raise UserError(f'{logs}: none of {len(entries)} tensors can be read; {summary.skipped[-1][1]}')
         summary.tensors = len(records)
+        summary.notes += overview.first_losses(records, overview.formats_of(records))
         sheets = _overview_jobs(source, records, folder, options, summary)
         for drawn in watch(work(_draw_sheets, sheets), len(sheets), 'statistics', 'pictures'):
             _count(summary, written, drawn)
@@ -283,6 +284,7 @@ def _draw_tensor(job):
     from pyops.inspect import page
     from pyops.inspect.logs import LogError
     from pyops.inspect.pictures import attention, overview, style, tensors
+    from pyops.inspect.statistics import attention_entropy
     try:
         x = job.entry.load()
     except LogError as error:
@@ -307,9 +309,10 @@ def _draw_tensor(job):
                 *attention.heads_of(x, job.mask, sentence, words))
             drawn.append((path, sheet.save(path, job.dpi)))
     entry = job.entry
+    entropy = tuple(attention_entropy(x, job.mask).tolist()) if entry.is_weights else ()
     record = overview.Record(entry.layer, entry.layer_type, entry.operation or 'unknown', entry.name, entry.step, entry.time,
                              'fp32' if entry.fmt is None else str(entry.fmt), entry.shape, entry.relative_path, described,
-                             counts, losses, job.place, _tags_of(entry))
+                             counts, losses, job.place, _tags_of(entry), entropy)
     measured = None
     if job.page:
         is_same = tensors.axis_of(entry, np.atleast_1d(x)) == entry.axis        # else the page measures along another axis
@@ -401,11 +404,15 @@ def _overview_jobs(source, records, folder, options, summary):
              _steps({record.step for record in records})]
     jobs = [('draw_quick_analysis', (records, 'Quick analysis', '  \N{MIDDLE DOT}  '.join(filter(None, about)),
                                      len(summary.skipped)), 'quick_analysis')]
-    texts = list(dict.fromkeys(text for record in records for text in record.losses))
+    texts = overview.formats_of(records)
     if source.steps:
         jobs.append(('draw_training', (curves(source.steps),), 'statistics/training'))
     jobs += [('draw_gradient_flow', (records,), 'statistics/gradient_flow'),
              ('draw_magnitudes', (records,), 'statistics/magnitudes'), ('draw_sqnr', (records, texts), 'statistics/sqnr')]
+    if any(record.entropy for record in records):
+        jobs.append(('draw_entropy', (records,), 'statistics/attention_entropy'))
+    if any(record.broken for record in records):
+        jobs.append(('draw_broken', (records,), 'statistics/broken'))
     layers = overview.by(records, lambda record: (record.layer, record.place))
     limit = options.limit or len(layers)
     if len(layers) > limit:
@@ -456,11 +463,11 @@ def _write_page(source, entries, folder, texts, measured, summary, page_max):
 
 def _write_table(path, logs, records, summary):
     """Write tensor_stats.txt: a line per tensor, then the skipped files and the notes."""
-    from pyops.inspect.pictures import style
+    from pyops.inspect.pictures import overview, style
     if os.path.lexists(path) and not style.is_ours(path):
         summary.foreign.append(path)
         return
-    texts = list(dict.fromkeys(text for record in records for text in record.losses))
+    texts = overview.formats_of(records)
     keys = 'count', 'nan', 'inf', 'zeros', 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
     tags = [name for name in ('folder', 'run', *TAGS) if any(name in record.tags for record in records)]
     rows = [['step', 'layer', 'operation', 'tensor', *tags, 'format', 'shape', *keys, *(f'SQNR {text}' for text in texts)]]

@@ -264,6 +264,25 @@ def row_sum_error(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndar
     return float(errors.max()) if errors.size else math.nan
 
 
+def attention_entropy(x: Any, mask: np.ndarray | None = None) -> np.ndarray:
+    """Return how evenly each head of attention weights spreads over the keys, float64 (heads,): 0 for one key, 1 for all alike.
+
+    x: (B, heads, Tq, Tk), or (B, Tq, Tk) for one head;  mask: as for describe.  It is the mean over the rows of
+    -sum p ln p / ln n, with the n keys of a row that are no padding.  Rows of padding, with one key, and with negative numbers,
+    NaN or infinities do not count; a head without other rows has nan.
+    """
+    p = np.asarray(x, np.float64)
+    valid = np.ones(p.shape, bool) if mask is None else np.broadcast_to(mask, p.shape)
+    if p.ndim == 3:
+        p, valid = p[:, None], valid[:, None]
+    keys = valid.sum(-1)
+    counted = (keys > 1) & ((p >= 0) & np.isfinite(p) | ~valid).all(-1)
+    p = np.where(valid & counted[..., None] & (p > 0), p, 1)               # 1 ln 1 = 0
+    entropy = -(p * np.log(p)).sum(-1) / np.log(np.where(counted, keys, 2))
+    rows = counted.sum((0, 2))
+    return np.where(rows > 0, np.where(counted, entropy, 0).sum((0, 2)) / np.maximum(rows, 1), math.nan)
+
+
 def block_scales(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     """Return log2 of each block's scale as float64, in the shape of block_sqnr; nan for a block with NaN or infinity.
 

@@ -476,6 +476,67 @@ def test_statistics_of_many_layers_come_in_pages(tmp_path):
     assert_picture(tmp_path / 'page.png')
 
 
+def test_entropy_is_a_table_of_heads_at_the_first_and_the_last_step(tmp_path):
+    records = [dataclasses.replace(record('a.attention', 'weights', step), entropy=(0.25, 0.5 + step / 100, math.nan))
+               for step in (0, 10, 20)]
+    records += [dataclasses.replace(record('b.attention', 'weights', 20), entropy=(1.0,)), record('b.q')]
+    with style.look():
+        first, last = overview.draw_entropy(records)
+        texts, after = texts_of(first), texts_of(last)
+        last.save(tmp_path / 'page.png', 50)
+    assert {'0.25', '0.50', style.MINUS, 'head 2', 'a.attention'} <= set(texts) and 'b.attention' not in texts
+    assert {'0.25', '0.70', '1.00', 'head 2', 'b.attention'} <= set(after) and after.count(style.MINUS) == 3
+    assert any('step 0; 0: one key' in text for text in texts) and any('step 20; 0: one key' in text for text in after)
+    assert_picture(tmp_path / 'page.png')
+    assert overview.draw_entropy([record()]) == []
+
+
+def test_nan_and_infinities_are_a_table_of_layers_and_steps_from_the_first_on(tmp_path):
+    records = [record(layer, name, step, nan=nan, inf=inf) for layer, name, step, nan, inf in (
+        ('a', 'input', 0, 0, 0), ('b', 'input', 0, 0, 0), ('a', 'input', 10, 0, 0), ('b', 'input', 10, 2, 1),
+        ('b', 'output', 10, 1, 0), ('a', 'input', 20, 1234, 0), ('c', 'input', 20, 0, 0), ('b', 'input', 20, 9, 0))]
+    with style.look():
+        sheet, = overview.draw_broken(records)
+        texts = texts_of(sheet)
+        sheet.save(tmp_path / 'page.png', 50)
+    assert 'c' not in texts and texts.index('b') < texts.index('a') and {'4', '9', '1,234', 'step 10'} <= set(texts)
+    assert texts.count('0') == 3 and any('first in step 10, b forward input' in text for text in texts)
+    assert_picture(tmp_path / 'page.png')
+    assert overview.draw_broken(records[:3]) == []
+    many = [record('a', 'input', step, nan=int(step == 7)) for step in range(100)]
+    with style.look():
+        columns = {text for text in texts_of(overview.draw_broken(many)[0]) if text.startswith('step ')}
+    assert len(columns) == 12 and {'step 0', 'step 7', 'step 99'} <= columns
+
+
+def test_the_first_nan_and_the_first_overflow_of_each_format_are_reported(tmp_path):
+    def losses(overflow):
+        return {'fp16': {'sum_x2': 1.0, 'sum_e2': math.inf, 'overflow': overflow},
+                'bf16': {'sum_x2': 1.0, 'sum_e2': 0.0, 'overflow': 0}}
+    records = [record('a', losses=losses(0)), record('b', 'grad_output', 3, operation='backward', losses=losses(2), count=9),
+               record('b', 'weight', 3, losses=losses(5)), record('c', step=4, nan=1, inf=2), record('d', step=5, nan=7)]
+    assert overview.first_losses(records, ['fp16', 'bf16']) == [
+        'first NaN or infinity: step 4, c forward input: 1 NaN and 2 infinities in 4 values',
+        'first overflow in fp16: step 3, b backward grad_output: 2 of 9 values']
+    assert overview.first_losses(records[:1], ['fp16', 'bf16']) == []
+    (tmp_path / 'logs').mkdir()
+    for counter, values in enumerate(([1, 2], [7e4, np.nan])):
+        name = f'20250908_092156_000{counter}_linear_L0_forward_fp32_{"io"[counter]}.npy'
+        np.save(tmp_path / 'logs' / name, np.array(values, 'f4'))
+    summary = draw(tmp_path / 'logs', tmp_path / 'draw', Options(formats='fp16,bf16', jobs=1, dpi=60, page=False))
+    lines = ['first NaN or infinity: step 0, linear_L0 forward o: 1 NaN and 0 infinities in 2 values',
+             'first overflow in fp16: step 0, linear_L0 forward o: 1 of 2 values']
+    assert summary.notes == lines and set(lines) <= set((tmp_path / 'draw/tensor_stats.txt').read_text().splitlines())
+    assert_picture(tmp_path / 'draw/statistics/broken.png')
+
+
+def test_the_quick_analysis_has_bars_with_numbers_and_shares():
+    records = [dataclasses.replace(record(f'{i}', count=2), format=fmt) for i, fmt in enumerate(['mxfp8'] * 3 + ['fp32'])]
+    with style.look():
+        texts = texts_of(overview.draw_quick_analysis(records, 'Quick analysis', ''))
+    assert {'Tensors by format', 'mxfp8', 'fp32', '3  75 %', '1  25 %', '4  100 %'} <= set(texts)
+
+
 def test_the_last_and_the_first_step_come_first():
     entries = [SimpleNamespace(step=step) for step in (0, 10, 20, 30, 40, 40)]
     assert [entry.step for entry in _by_step(entries)] == [40, 40, 0, 20, 10, 30]
@@ -501,10 +562,10 @@ def test_every_promised_file_is_there(dump, drawn):
     stem = 'step000010_encoder.0.self_attention'
     names = [f'{stem}.q_forward_input', f'{stem}_forward_weights', f'{stem}.q_backward_grad_weight']
     assert all(f'{kind}/{name}.png' in found for kind in FOLDERS[:3] for name in names)
-    assert [len([name for name in found if name.startswith(kind + '/')]) for kind in FOLDERS] == [4, 4, 4, 4, 6]
+    assert [len([name for name in found if name.startswith(kind + '/')]) for kind in FOLDERS] == [4, 4, 4, 4, 8]
     assert [name.partition('/')[2] for name in found if name.startswith('statistics/')] == [
-        'gradient_flow.png', 'layer_encoder.0.self_attention.png', 'layer_encoder.0.self_attention.q.png', 'magnitudes.png',
-        'sqnr.png', 'training.png']
+        'attention_entropy_001.png', 'attention_entropy_002.png', 'gradient_flow.png', 'layer_encoder.0.self_attention.png',
+        'layer_encoder.0.self_attention.q.png', 'magnitudes.png', 'sqnr.png', 'training.png']
     assert {f'attention_maps/{step}_encoder.0.self_attention_forward_weights_sentence{i}.png'
             for step in ('step000000', 'step000010') for i in (0, 1)} <= set(found) and 'quick_analysis.png' in found
     assert summary.pictures == len(found) and summary.tensors == 6 and not summary.skipped and not summary.foreign

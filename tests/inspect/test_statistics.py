@@ -241,3 +241,23 @@ def test_describe_agrees_with_the_formulas(mask, shape):
         assert describe(empty)['amax'] is None and describe(empty)['count'] == empty.size
     with pytest.raises(ValueError, match='describe: rows=-1 columns=1, expected at least 0'):
         backend.launch('describe', np.empty(4, np.int64), np.empty(3), np.empty(2, np.float32), None, x, None, -1, 1)
+
+
+def test_entropy_of_attention_is_the_mean_over_the_rows_that_count():
+    p = np.zeros((2, 3, 4, 5), np.float32)
+    p[:, 0, :, 2] = 1                                       # one key
+    p[:, 1] = 0.2                                           # all alike
+    rng = np.random.default_rng(1)
+    p[:, 2] = rng.dirichlet(np.ones(5), (2, 4))
+    rows = [-sum(w * math.log(w) for w in row) / math.log(5) for row in p[:, 2].reshape(-1, 5).astype(float)]
+    assert statistics.attention_entropy(p) == pytest.approx([0, 1, np.mean(rows)], rel=1e-6)
+    assert statistics.attention_entropy(p[:, 2]) == pytest.approx([np.mean(rows)], rel=1e-12)
+    p[0, 2, 1, 3], p[1, 2, 0, 0] = math.nan, -1
+    counted = [row for i, row in enumerate(rows) if i not in (1, 4)]
+    assert statistics.attention_entropy(p)[2] == pytest.approx(np.mean(counted), rel=1e-6)
+    mask = np.zeros((2, 1, 4, 5), bool)
+    mask[0, 0, :3, :2] = mask[1, 0, :, :1] = True           # the sentences have two keys and one
+    half = np.where(mask, 0.5, 7).astype(np.float32) * np.ones((1, 3, 1, 1), np.float32)
+    half[1] = 1
+    assert statistics.attention_entropy(half, mask) == pytest.approx([1, 1, 1])
+    assert np.isnan(statistics.attention_entropy(half[1:], mask[1:])).all()

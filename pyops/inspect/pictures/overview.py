@@ -10,6 +10,8 @@ from pyops.inspect.pictures import numbers, style
 ROWS = 40                   # rows per page of statistics
 _MAX_STEPS = 6              # steps per page of statistics
 _MAX_CURVES = 18            # runs in the plot of the training
+_MAX_HEADS = 32             # columns of the table of entropy
+_MAX_COLUMNS = 12           # steps in the table of NaN and infinities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Record:
     losses: dict            # format -> pyops.inspect.statistics.quantization
     place: str = ''         # distinguishes it from the other tensors of its layer: pyops.inspect.logs.places
     tags: dict = dataclasses.field(default_factory=dict)        # {column of tensor_stats.txt: text}
+    entropy: tuple = ()     # of each head of attention weights: pyops.inspect.statistics.attention_entropy
 
     @property
     def kind(self):
@@ -38,6 +41,17 @@ class Record:
     def row(self):
         """The layer, and the place if there is one: the name of a curve."""
         return f'{self.layer} ({self.place})' if self.place else self.layer
+
+    @property
+    def broken(self):
+        """The number of NaN and infinities."""
+        return self.statistics['nan'] + self.statistics['inf']
+
+    @property
+    def title(self):
+        """Such as 'step 10, encoder.0.q backward grad_weight', with the time step and the place if they apply."""
+        time = '' if self.time is None else f', t {self.time}'
+        return style.plain(f'step {self.step}, {self.row} {self.operation} {self.name}{time}')
 
 
 # ---- data --------------------------------------------------------------------------------------------------------------
@@ -106,6 +120,29 @@ def gradient_flow(records):
     return layers, steps, flows
 
 
+def formats_of(records):
+    """Return the texts of the formats with error measures."""
+    return list(dict.fromkeys(text for record in records for text in record.losses))
+
+
+def first_losses(records, texts):
+    """Return lines about the first tensor with NaN or infinities, and the first that overflows in each format.
+
+    records: in the order in which the run wrote them
+    """
+    lines = []
+    for record in (record for record in records if record.broken):
+        lines.append(f'first NaN or infinity: {record.title}: {record.statistics["nan"]:,} NaN and '
+                     f'{record.statistics["inf"]:,} infinities in {record.statistics["count"]:,} values')
+        break
+    for text in texts:
+        for record in (record for record in records if record.losses.get(text, {}).get('overflow')):
+            lines.append(f'first overflow in {text}: {record.title}: {record.losses[text]["overflow"]:,} of '
+                         f'{record.statistics["count"]:,} values')
+            break
+    return lines
+
+
 def some_steps(steps, most=_MAX_STEPS):
     """Return at most `most` evenly spaced steps, with the first and the last."""
     return [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1,
@@ -127,13 +164,13 @@ def draw_quick_analysis(records, title, subtitle, skipped=0):
         sheet.text(0.35 + i * 1.42, 0.98, label, fontsize=7.5, color=style.GREY)
         sheet.text(0.35 + i * 1.42, 1.21, value, fontsize=11.5, color=style.BROKEN if alarm else style.INK)
     _draw_all_values(sheet.axes(0.85, 1.8, 10.8, 2.75, 'All values, by sign and magnitude'), counts)
-    pies = [('Tensors by format', shares(records, lambda r: r.format), lambda name, i: style.color_of(name)),
-            ('Tensors by layer type', shares(records, lambda r: r.layer_type), lambda name,
-             i: style.NAME_COLORS[(5, 3, 4, 7, 2, 8, 6, 1)[i]]),
-            ('Tensors by operation', shares(records, lambda r: r.operation),
-             lambda name, i: style.KINDS['gradients' if name == 'backward' else 'activations'])]
-    for i, (heading, parts, color) in enumerate(pies):
-        _draw_pie(sheet, 0.6 + i * 3.85, 5.55, heading, parts, color)
+    groups = [('Tensors by format', shares(records, lambda r: r.format), lambda name, i: style.color_of(name)),
+              ('Tensors by layer type', shares(records, lambda r: r.layer_type), lambda name,
+               i: style.NAME_COLORS[(5, 3, 4, 7, 2, 8, 6, 1)[i]]),
+              ('Tensors by operation', shares(records, lambda r: r.operation),
+               lambda name, i: style.KINDS['gradients' if name == 'backward' else 'activations'])]
+    for i, (heading, parts, color) in enumerate(groups):
+        _draw_bars(sheet, 0.6 + i * 3.85, 5.55, heading, parts, color)
     return sheet
 
 
@@ -175,24 +212,19 @@ def _draw_all_values(axes, counts):
                         ha='right')
 
 
-def _draw_pie(sheet, x, y, heading, parts, color_of):
-    """Draw a ring chart with a legend.  More than eight parts are merged into 'others'."""
+def _draw_bars(sheet, x, y, heading, parts, color_of):
+    """Draw a bar per part with its number and its share.  More than eight parts are merged into 'others'."""
     if len(parts) > 8:
         parts = [*parts[:7], ('others', sum(n for _, n in parts[7:]))]
-    total = sum(n for _, n in parts)
-    axes = sheet.axes(x, y, 1.75, 1.75)
-    colors = [style.GREY if name == 'others' else color_of(name, i) for i, (name, _) in enumerate(parts)]
-    axes.pie([n for _, n in parts], colors=colors, startangle=90, counterclock=False,
-             wedgeprops={'width': 0.42, 'edgecolor': style.PAPER, 'linewidth': 1.5})
-    axes.text(0, 0, f'{total:,}', ha='center', va='center', fontsize=11)
-    axes.set_axis_off()
+    total, most = sum(n for _, n in parts), max(n for _, n in parts)
     sheet.text(x, y - 0.15, heading, fontsize=9.5)
-    pitch = min(0.27, 1.7 / len(parts))
+    sheet.text(x + 3.5, y - 0.15, f'{total:,}', fontsize=8.5, color=style.GREY, ha='right')
     for i, (name, n) in enumerate(parts):
-        down = y + 0.95 + (i - (len(parts) - 1) / 2) * pitch
-        sheet.text(x + 1.95, down, '\N{BLACK SQUARE}', color=colors[i], fontsize=11)
-        sheet.text(x + 2.15, down, style.shortened(name, 12), fontsize=8.5)
-        sheet.text(x + 3.55, down, f'{100 * n / total:.0f} %', fontsize=8.5, color=style.GREY, ha='right')
+        down, length = y + 0.15 + i * 0.22, 1.05 * n / most
+        color = style.GREY if name == 'others' else color_of(name, i)
+        sheet.text(x, down, style.shortened(name, 13), fontsize=8.5, va='center')
+        sheet.line(x + 1.1, down, x + 1.1 + length, down, color, 8)
+        sheet.text(x + 1.22 + length, down, f'{n:,}  {100 * n / total:.0f} %', fontsize=8.5, color=style.GREY, va='center')
 
 
 # ---- statistics by layer and step --------------------------------------------------------------------------------------
@@ -302,34 +334,85 @@ def draw_sqnr(records, texts):
     if not texts or not rows:
         return []
     low, high = min([*finite, 0]), max([*finite, 10])
+
+    def level(value):
+        return 1 if value == math.inf else 0 if value is None or value == -math.inf else (value - low) / (high - low)
+
+    def text_of(value):
+        return ('exact' if value == math.inf else 'overflow' if value == -math.inf else style.MINUS if value is None
+                else f'{value:.1f}'.replace('-', style.MINUS))
+    return _tables('SQNR by format', 'tensors', ', dB, over all steps', rows,
+                   [(style.shortened(text, 15), style.color_of(text)) for text in texts], level, text_of, 1.15)
+
+
+def draw_entropy(records):
+    """Return Sheets of ROWS layers each with the entropy of each head, at the first and the last step, as coloured tables."""
+    weights = [record for record in records if record.entropy]
+    sheets = []
+    for step in dict.fromkeys(some_steps(sorted({record.step for record in weights}), 2)):
+        rows = []
+        for label, group in by([record for record in weights if record.step == step], lambda record: record.row).items():
+            heads = max(len(record.entropy) for record in group)
+            known = np.full((len(group), heads), np.nan)
+            for i, record in enumerate(group):
+                known[i, :len(record.entropy)] = record.entropy
+            counts = np.isfinite(known).sum(0)
+            sums = np.nansum(known, 0)
+            rows.append((label, [sums[i] / counts[i] if counts[i] else None for i in range(min(heads, _MAX_HEADS))]))
+        across = max(len(values) for _, values in rows)
+        rows = [(label, values + [None] * (across - len(values))) for label, values in rows]
+        sheets += _tables('Entropy of attention', 'layers', f', step {step}; 0: one key, 1: all keys alike', rows,
+                          [(f'head {i}', style.INK) for i in range(across)], lambda value: value or 0,
+                          lambda value: style.MINUS if value is None else f'{value:.2f}', 0.62)
+    return sheets
+
+
+def draw_broken(records):
+    """Return Sheets of ROWS layers each with the number of NaN and infinities at each step, the first layer with any on top."""
+    broken = [record for record in records if record.broken]
+    if not broken:
+        return []
+    first, steps = broken[0].step, sorted({record.step for record in records})
+    shown = sorted({first, *some_steps([step for step in steps if step != first], _MAX_COLUMNS - 1)})
+    layers = by(records, lambda record: record.row)
+    rows = []
+    for label in dict.fromkeys(record.row for record in broken):
+        groups = by(layers[label], lambda record: record.step)
+        rows.append((label, [sum(record.broken for record in groups[step]) if step in groups else None for step in shown]))
+    most = max(value or 0 for _, values in rows for value in values)
+    return _tables('NaN and infinities', 'layers', f', first in {style.shortened(broken[0].title, 90)}', rows,
+                   [(f'step {step}', style.INK) for step in shown],
+                   lambda value: 0.25 + 0.75 * math.log1p(value) / math.log1p(most) if value else 0,
+                   lambda value: style.MINUS if value is None else f'{value:,}', 0.85)
+
+
+def _tables(title, items, note, rows, columns, level, text_of, wide):
+    """Return Sheets of ROWS rows each with a coloured table.
+
+    rows: [(label, values)];  columns: [(heading, colour)];  level(value): from 0 to 1 on the colour map
+    text_of(value): in its cell;  wide: inches per column
+    """
     cmap, sheets = style.sequential(), []
     for start in range(0, len(rows), ROWS):
         part = rows[start:start + ROWS]
         room = _label_width([label for label, _ in part])
-        wide = 1.15
-        sheet, top = _sheet_of_rows(len(part), max(room + wide * len(texts) + 0.3, 6.5), 'SQNR by format',
-                                    _page(start, len(rows), 'tensors') + ', dB, over all steps')
+        sheet, top = _sheet_of_rows(len(part), max(room + wide * len(columns) + 0.3, 6.5), title,
+                                    _page(start, len(rows), items) + note)
         tall = len(part) * _PITCH
-        matrix = np.array([[high if value == math.inf else low if value is None or value == -math.inf else value
-                            for value in values]
-                           for _, values in part], np.float64)
-        colors = cmap(0.85 * (matrix - low) / (high - low))
-        sheet.image(room, top, wide * len(texts), tall, (colors * 255).round().astype(np.uint8))
-        for j in range(1, len(texts)):
+        colors = cmap(0.85 * np.array([[level(value) for value in values] for _, values in part], np.float64))
+        sheet.image(room, top, wide * len(columns), tall, (colors * 255).round().astype(np.uint8))
+        for j in range(1, len(columns)):
             sheet.line(room + j * wide, top, room + j * wide, top + tall, style.PAPER, 1)
         for i in range(1, len(part)):
-            sheet.line(room, top + i * _PITCH, room + wide * len(texts), top + i * _PITCH, style.PAPER, 0.5)
+            sheet.line(room, top + i * _PITCH, room + wide * len(columns), top + i * _PITCH, style.PAPER, 0.5)
         for i, (_, values) in enumerate(part):
             for j, value in enumerate(values):
-                text = ('exact' if value == math.inf else 'overflow' if value == -math.inf else style.MINUS if value is None
-                        else f'{value:.1f}'.replace('-', style.MINUS))
-                sheet.text(room + (j + 0.5) * wide, top + (i + 0.5) * _PITCH, text, ha='center', va='center', fontsize=7.5,
-                           color=style.readable_on(colors[i, j]))
-        for j, text in enumerate(texts):
-            sheet.text(room + (j + 0.5) * wide, top - 0.1, style.shortened(text, 15), fontsize=8.5, color=style.color_of(text),
-                       ha='center')
-        sheet.ticks(room, top, wide * len(texts), tall, 'y', '', [((i + 0.5) / len(part), _row_label(label)) for i,
-                                                                  (label, _) in enumerate(part)],
+                sheet.text(room + (j + 0.5) * wide, top + (i + 0.5) * _PITCH, text_of(value), ha='center', va='center',
+                           fontsize=7.5, color=style.readable_on(colors[i, j]))
+        for j, (heading, color) in enumerate(columns):
+            sheet.text(room + (j + 0.5) * wide, top - 0.1, heading, fontsize=8.5, color=color, ha='center')
+        sheet.ticks(room, top, wide * len(columns), tall, 'y', '', [((i + 0.5) / len(part), _row_label(label)) for i,
+                                                                    (label, _) in enumerate(part)],
                     size=7.5)
         sheets.append(sheet)
     return sheets
