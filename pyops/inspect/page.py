@@ -229,7 +229,7 @@ def _blobs(logs, entries, formats, omissions, measured, partings):
 
 
 def _packed(value):
-    return base64.b64encode(zlib.compress(_json(value).encode(), 6)).decode()
+    return base64.b64encode(zlib.compress(_json(value).encode(), 4)).decode()
 
 
 def _json(value):

@@ -364,7 +364,7 @@ class Sheet:
         about.add_text('Software', SOFTWARE)
         about.add_text('Title', os.path.basename(path))
         file = io.BytesIO()
-        image.save(file, 'png', compress_level=3, pnginfo=about, dpi=(dpi, dpi))
+        image.save(file, 'png', compress_level=1, pnginfo=about, dpi=(dpi, dpi))
         write_whole(path, file.getbuffer())
         return True
 
