@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import lzma
+import math
 import os
 import pickle
 import random
@@ -201,7 +202,29 @@ def _saved_safetensors(folder):
     for kind, item in kinds.items():
         header[kind] = {'dtype': kind, 'shape': [2, 3], 'data_offsets': [end, end + 6 * item]}
         end += 6 * item
-    return [safetensors_file(header, bytes(range(256))[:end])]
+    return [safetensors_file(header, bytes(range(256))[:end]), _quantized_weights()]
+
+
+def _quantized_weights():
+    """Return a checkpoint with weights in the layouts of packed.py."""
+    about = {'_type': 'NVFP4Tensor', '_data': {'block_size': 16, 'is_swizzled_scales': True},
+             '_tensor_data_names': ['qdata', 'scale']}
+    header, end = {'__metadata__': {'t.weight': json.dumps(about), 'tensor_names': '["t.weight"]'}}, 0
+    for key, dtype, item, shape in (
+            ('d.weight', 'F8_E4M3', 1, [3, 4]), ('d.weight_scale_inv', 'F32', 4, [1, 1]), ('i.weight', 'I8', 1, [2, 4]),
+            ('i.weight_scale', 'F32', 4, [2, 2]), ('i.weight_zero_point', 'I8', 1, [2, 2]),
+            ('n.weight_packed', 'U8', 1, [2, 8]),
+            ('n.weight_scale', 'F8_E4M3', 1, [2, 1]), ('n.weight_global_scale', 'F32', 4, [1]),
+            ('p.weight_packed', 'I32', 4, [2, 1]), ('p.weight_scale', 'BF16', 2, [2]), ('p.weight_shape', 'I64', 8, [2]),
+            ('g_blocks', 'U8', 1, [2, 1, 16]), ('g_scales', 'U8', 1, [2, 1]), ('t._weight_qdata', 'U8', 1, [2, 8]),
+            ('t._weight_scale', 'F8_E4M3', 1, [32, 16])):
+        size = item * math.prod(shape)
+        header[key] = {'dtype': dtype, 'shape': shape, 'data_offsets': [end, end + size]}
+        end += size
+    data = bytearray(bytes(range(256)) * 3)[:end]
+    at = header['p.weight_shape']['data_offsets'][0]
+    data[at:at + 16] = np.array([2, 7], '<i8').tobytes()
+    return safetensors_file(header, bytes(data))
 
 
 def _saved_npy(folder):
