@@ -68,7 +68,7 @@ def test_a_cuda_kernel_that_spills_or_serialises_is_an_error(log, problem, tmp_p
 
 
 GROUP = '''\
-		Function : _Z4fillPflf
+\t\tFunction : _Z4fillPflf
         /*0010*/                   WARPGROUP.ARRIVE ;
         /*0070*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
         /*0090*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;

@@ -847,11 +847,11 @@ def test_activations_and_their_gradients_take_half_of_the_memory_and_weights_are
     halved = {name for name, t in tensors['bf16'].items() if t.dtype == BF16}
     assert {name for name in halved if tensors['bf16'][name].kind == 'parameter'} >= {'parameters_rounded'}
     kinds = {'intermediate', 'gradient'}
-    for name, t in tensors['fp32'].items():
-        if t.kind in kinds and t.base is None and t.dtype == np.float32 and name.endswith(
-                ('.y', '.h', '.a', '.gates', '.dx', '.dh', '.dgates')) and '.both.' not in name:
-            other = tensors['bf16'][name]
-            assert other.dtype == BF16 and 2 * other.nbytes == t.nbytes, name
+    for tensor, t in tensors['fp32'].items():
+        if t.kind in kinds and t.base is None and t.dtype == np.float32 and tensor.endswith(
+                ('.y', '.h', '.a', '.gates', '.dx', '.dh', '.dgates')) and '.both.' not in tensor:
+            other = tensors['bf16'][tensor]
+            assert other.dtype == BF16 and 2 * other.nbytes == t.nbytes, tensor
     statistics = [t for name, t in tensors['bf16'].items() if name.endswith(
         ('.mean', '.rstd', '.stats', '.loss', '_grad', '.last', '.dh0', '.dcontext'))]
     assert statistics and all(t.dtype == np.float32 for t in statistics)
