@@ -173,7 +173,7 @@ class Translator:
         beam=1: greedy decoding
         max_len: the largest number of tokens of a translation, end mark included; default and largest: num_steps
         batch_size: texts that are translated together, fewer if they are long; default: BATCH_ROWS hypotheses, so
-                    BATCH_ROWS // beam texts
+                    BATCH_ROWS // beam texts, or fewer so that each worker has a batch
         A text without words has the translation ''; a longer text than the model reads is cut: see Translation.cut.
         On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
         translations() also returns scores, tokens and alignments.
@@ -184,7 +184,7 @@ class Translator:
 
         def window(some: list[str]) -> list[Any]:
             outputs = [[self.target_vocabulary.decode(ids) for ids, _ in found.outputs] or ['']
-                       for found in self._find(some, search, size)]
+                       for found in self._find(some, search, size, divide=batch_size is None)]
             return outputs if nbest > 1 else [best for best, *_ in outputs]
         return _map(window, texts, size)
 
@@ -214,7 +214,7 @@ class Translator:
         search, size = self.search(beam, nbest, length_penalty, max_len), texts_per_batch(batch_size, beam)
 
         def window(some: list[str]) -> list[list[Translation]]:
-            results = self._find(some, search, size, scores)
+            results = self._find(some, search, size, scores, batch_size is None)
             pairs = [(found.source, ids) for found in results for ids, _ in found.outputs]
             weights = self._align(pairs, size) if alignments else iter([None] * len(pairs))
             return [self._described(found, weights, alignments) for found in results]
@@ -291,8 +291,9 @@ class Translator:
         encoded = vocabulary.encode(words)
         return words, Ragged.of(encoded, self.num_steps), encoded.lengths
 
-    def _find(self, texts: Sequence[str], search: Search, batch_size: int, scores: bool = False) -> list[_Found]:
-        """Search for the translations of texts.
+    def _find(self, texts: Sequence[str], search: Search, batch_size: int, scores: bool = False,
+              divide: bool = False) -> list[_Found]:
+        """Search for the translations of texts.   divide: whether batches may be smaller, so that each worker has one
 
         Batches have sentences of about equal length, so that few of them wait for a longer one.
         """
@@ -302,8 +303,9 @@ class Translator:
         results = [_Found(words[n], sources[n], max(0, int(lengths[n]) + 1 - self.num_steps), []) for n in range(len(words))]
         with _DEVICE, backend.on(self._device):
             workers, rows = self._workers(len(order), search), _rows(batch_size)
-            if workers > 1:
-                rows = min(rows, -(-len(order) // workers))
+            if divide:
+                rows = max(1, min(rows, -(-len(order) // workers)))
+            workers = max(1, min(workers, -(-len(order) // rows)))
             decoders = self._decoder(search, scores, workers)
             if len(order) > rows and self._device.is_host and hasattr(self.model, 'reserve') and self.model.free_rows:
                 # Once for all batches: memory that grows with them would be allocated several times.
@@ -429,7 +431,8 @@ def _in_parallel(work: Callable[[Decode], None], decoders: Sequence[Decode], bat
     """
     if len(decoders) == 1:
         return work(decoders[0])
-    with ThreadPoolExecutor(len(decoders), 'translator', backend.set_threads, (backend.threads() // len(decoders),)) as pool:
+    threads = max(1, backend.threads() // len(decoders))
+    with ThreadPoolExecutor(len(decoders), 'translator', backend.set_threads, (threads,)) as pool:
         try:
             for done in [pool.submit(work, decode) for decode in decoders]:
                 done.result()

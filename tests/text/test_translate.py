@@ -246,8 +246,12 @@ def test_few_texts_are_one_batch_of_all_threads(trained, decoders):
     translator.translate(texts[:2 * module._WORKER_ROWS - 1], beam=1)
     assert decoders == [(threading.get_ident(), 2)]
     decoders.clear()
-    translator.translate(texts[:2 * module._WORKER_ROWS], beam=1)
+    enough = texts[:2 * module._WORKER_ROWS]
+    translator.translate(enough, beam=1)
     assert [own for _, own in decoders] == [1, 1]
+    decoders.clear()
+    translator.translate(enough, beam=1, batch_size=len(enough))
+    assert decoders == [(threading.get_ident(), 2)]
 
 
 @on_the_cpu
