@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
@@ -431,6 +430,7 @@ def _in_parallel(work: Callable[[Decode], None], decoders: Sequence[Decode], bat
     """
     if len(decoders) == 1:
         return work(decoders[0])
+    from concurrent.futures import ThreadPoolExecutor  # the start of a program for one sentence does not need it
     threads = max(1, backend.threads() // len(decoders))
     with ThreadPoolExecutor(len(decoders), 'translator', backend.set_threads, (threads,)) as pool:
         try:
