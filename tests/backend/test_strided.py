@@ -4,6 +4,7 @@ arrays of float64 have: sorting and sums of rows.
 Runs once for each instruction set and on the emulation of a GPU, as the op table does.
 """
 import itertools
+import math
 import threading
 
 import numpy as np
@@ -388,7 +389,9 @@ REDUCTIONS = {'sum': np.add, 'max': np.maximum, 'min': np.minimum}
 def reduce(name, x, axes, dtype):
     kept = [1 if d in axes else n for d, n in enumerate(x.shape)]
     y = np.full(kept, -77, dtype)
-    every = np.lib.stride_tricks.as_strided(y, x.shape, np.broadcast_to(y, x.shape).strides)
+    # An empty array of numpy has strides of 0, which the kernel takes for reduced axes.
+    strides = [0 if d in axes else y.itemsize * math.prod(kept[d + 1:]) for d in range(x.ndim)]
+    every = np.lib.stride_tricks.as_strided(y, x.shape, strides)
     launch('strided_reduce', number(name), arrays=(every, x))
     return y
 
