@@ -618,7 +618,8 @@ template <class Kernel> static Partition with_clusters(Partition p, Kernel kerne
 template <class Arguments>
 static cudaError_t launch_steps(void (*kernel)(Arguments, Partition), const Arguments &arguments, const Partition &partition,
                                 bool exchange, void *stream) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pyops_shared_memory());
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pyops_shared_memory());
+    if (error != cudaSuccess) return error;
     const Partition p = exchange ? with_clusters(partition, kernel) : partition;
     const unsigned blocks = unsigned(p.teams * p.team);
     const cudaStream_t in = stream_of(stream);

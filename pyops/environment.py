@@ -1,4 +1,4 @@
-"""The environment variables PYOPS_BACKEND and PYOPS_EXACT, which several modules read."""
+"""The environment variables PYOPS_BACKEND, PYOPS_EXACT and PYOPS_EARLY_START."""
 import os
 
 from pyops.errors import UserError
@@ -15,9 +15,19 @@ def backend_name():
     return name
 
 
-def exact_by_default():
-    """Return whether $PYOPS_EXACT is 1, not unset, empty or 0.  UserError for any other value."""
-    value = os.environ.get('PYOPS_EXACT') or '0'
+def is_on(name, effect):
+    """Return whether the environment variable is 1, not unset, empty or 0.  effect: of 1.  UserError for any other value."""
+    value = os.environ.get(name) or '0'
     if value not in ('0', '1'):
-        raise UserError(f'PYOPS_EXACT={value}: expected 1, for the same bits on every instruction set, or 0; unset it')
+        raise UserError(f'{name}={value}: expected 1, {effect}, or 0; unset it')
     return value == '1'
+
+
+def exact_by_default():
+    """Return whether $PYOPS_EXACT is 1.  UserError for values other than 0 and 1."""
+    return is_on('PYOPS_EXACT', 'for the same bits on every instruction set')
+
+
+def early_start_by_default():
+    """Return whether $PYOPS_EARLY_START is 1, as the CUDA library reads it.  UserError for values other than 0 and 1."""
+    return is_on('PYOPS_EARLY_START', 'for kernels that may start before the last one has ended')

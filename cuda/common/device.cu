@@ -212,7 +212,7 @@ static bool can_start_early() {
 }
 static bool asked_for_in_environment() {
     const char *value = getenv("PYOPS_EARLY_START");
-    return value && *value && *value != '0' && can_start_early();
+    return value && !strcmp(value, "1") && can_start_early();        // environment.py refuses other values than 0 and 1
 }
 enum class EarlyStart : int32_t { by_environment, never, always };
 static EarlyStart early_start_now = EarlyStart::by_environment;

@@ -2,6 +2,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include "device.h"
 #include "tickets.cuh"
 
@@ -35,26 +36,43 @@ pyops_status pyops_fail(pyops_status code, const char *format, ...) {
 }
 
 // ---- faults ------------------------------------------------------------------------------------------------
-// Clear memory and wait for completion: the next writer may be on a stream that does not synchronise with the legacy stream.
-static cudaError_t clear(void *memory, size_t bytes) {
-    const cudaError_t error = cudaMemset(memory, 0, bytes);
-    return error == cudaSuccess ? cudaStreamSynchronize(nullptr) : error;
+// The stream of faults.  The legacy stream would wait for all blocking streams of the process, e.g. of PyTorch, and invalidate
+// a graph that another thread captures.
+static cudaStream_t fault_stream() {
+    static cudaStream_t stream = [] {
+        cudaStream_t made = nullptr;
+        if (cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking) == cudaSuccess) return made;
+        cudaGetLastError();
+        return (cudaStream_t)nullptr;
+    }();
+    return stream;
 }
-// Return zeros in device memory, or NULL.
-template <class T> static T *zeros(size_t count) {
+// Clear memory and wait for completion: the next writer may be on another stream.
+static cudaError_t clear(void *memory, size_t bytes) {
+    const cudaError_t error = cudaMemsetAsync(memory, 0, bytes, fault_stream());
+    return error == cudaSuccess ? cudaStreamSynchronize(fault_stream()) : error;
+}
+// Return `memory`, allocated at first use: zeros if `is_zero`.  NULL if that fails, which the next use tries again; the next
+// launch must not report the error as its own.
+template <class T> static T *kept(T *&memory, size_t bytes, bool is_zero) {
+    static std::mutex lock;
+    std::lock_guard<std::mutex> guard(lock);
+    if (memory) return memory;
     T *made = nullptr;
-    const size_t bytes = count * sizeof(T);
-    return cudaMalloc(&made, bytes) == cudaSuccess && clear(made, bytes) == cudaSuccess ? made : nullptr;
+    if (cudaMalloc(&made, bytes) == cudaSuccess && (!is_zero || clear(made, bytes) == cudaSuccess)) return memory = made;
+    cudaFree(made);
+    cudaGetLastError();
+    return nullptr;
 }
 
 FaultRecord *pyops_faults() {
-    static FaultRecord *record = zeros<FaultRecord>(1);
-    return record;
+    static FaultRecord *record = nullptr;
+    return kept(record, sizeof *record, true);
 }
 
 unsigned *pyops_tickets() {
-    static unsigned *tickets = zeros<unsigned>(TICKETS);
-    return tickets;
+    static unsigned *tickets = nullptr;
+    return kept(tickets, TICKETS * sizeof *tickets, true);
 }
 
 static const char *const WHO[] = {"embedding_forward",
@@ -88,7 +106,9 @@ static const char *const WHO[] = {"embedding_forward",
 pyops_status pyops_check_faults() {
     FaultRecord *record = pyops_faults(), found;
     if (!record) return PYOPS_OK;
-    if (cudaMemcpy(&found, record, sizeof found, cudaMemcpyDeviceToHost) != cudaSuccess || !found.fault) return PYOPS_OK;
+    if (cudaMemcpyAsync(&found, record, sizeof found, cudaMemcpyDeviceToHost, fault_stream()) != cudaSuccess ||
+        cudaStreamSynchronize(fault_stream()) != cudaSuccess || !found.fault)
+        return PYOPS_OK;
     clear(record, sizeof *record);
     const char *who = WHO[found.who];
     const auto out_of_range = [&](const char *array) {
@@ -208,9 +228,6 @@ bool pyops_has_hopper() {
 }
 
 void *pyops_workspace(size_t bytes) {
-    static void *memory = [] {
-        void *made = nullptr;
-        return cudaMalloc(&made, PYOPS_WORKSPACE) == cudaSuccess ? made : (void *)nullptr;
-    }();
-    return bytes <= PYOPS_WORKSPACE ? memory : nullptr;
+    static void *memory = nullptr;
+    return bytes <= PYOPS_WORKSPACE ? kept(memory, PYOPS_WORKSPACE, false) : nullptr;
 }

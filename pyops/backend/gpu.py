@@ -16,6 +16,7 @@ from pyops.backend.arrays import BF16, as_shape, from_bf16, row_major
 from pyops.backend.calls import Calls, Queued
 from pyops.backend.device import DLPACK_CUDA, DTYPES, ERRORS, Buffer, not_compact, wrong_dtype
 from pyops.backend.operations import FLOAT, KernelOperations
+from pyops.environment import early_start_by_default
 from pyops.errors import UserError
 
 BF16_MARK = -1 << 63        # bit 63 of the address of a bfloat16 array, see `real` in pyops.h, as a signed integer
@@ -99,8 +100,10 @@ def open_device():
     """Open the first device, or in a job of several ranks the one of this rank, and return its number and its name.
 
     A rank that sees one device only uses it: some launchers show each rank its own.
-    UserError if there is no device, if this build has no code for it, or if there are more ranks on this host than devices.
+    UserError if there is no device, if this build has no code for it, if there are more ranks on this host than devices, or
+    for a bad PYOPS_EARLY_START.
     """
+    early_start_by_default()
     lib, count = library.cuda().lib, ctypes.c_int32()
     if lib.pyops_device_count(ctypes.byref(count)):
         raise UserError(f'{lib.pyops_last_error().decode()}; train on the CPU with -g 0')

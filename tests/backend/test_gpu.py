@@ -702,6 +702,25 @@ def test_exhausted_memory_says_how_much_was_asked_for_and_is_free():
     assert 160_000_000 <= used <= 163_000_000 and free <= 240_000_000 - used and rest == '3.0', out.stderr
 
 
+FULL_WHEN_OPENED = '''
+import ctypes
+from pyops.backend import library
+lib, address = library.cuda().lib, ctypes.c_uint64()
+assert not lib.pyops_device_malloc(ctypes.byref(address), 60_000_000)
+print(lib.pyops_device_open(0) != 0, lib.pyops_last_error().decode())
+assert not lib.pyops_device_zero(address, 4, None)      # reports no error of the failed allocation
+assert not lib.pyops_device_free(address)
+print(lib.pyops_device_open(0))
+'''
+
+
+@needs_emulation
+def test_a_device_without_room_for_the_workspace_can_be_opened_when_there_is_room():
+    out = python(FULL_WHEN_OPENED, EMU_MEMORY='100000000')
+    first, second = out.stdout.splitlines()
+    assert re.fullmatch(r'True device_open: .* has less than 64 MiB of free memory', first) and second == '0', out.stderr
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
@@ -823,6 +842,13 @@ def test_a_gpu_by_the_environment_that_cannot_be_used_is_one_line():
                          env=os.environ | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_BACKEND': 'gpu', 'EMU_DEVICES': '0'})
     assert (out.returncode, out.stdout) == (2, '')
     assert out.stderr == f'pyops: error: PYOPS_BACKEND=gpu: {NONE}, or unset PYOPS_BACKEND\n'
+
+
+@needs_emulation
+def test_early_starts_are_on_or_off():
+    out = python('from pyops import ndarray; ndarray.ones(3)', PYOPS_EARLY_START='yes')
+    assert out.returncode and ('PYOPS_EARLY_START=yes: expected 1, for kernels that may start before the last one has ended, '
+                               'or 0; unset it') in out.stderr
 
 
 @needs_emulation
