@@ -86,6 +86,15 @@ def _without_arguments(name):
     return name.removeprefix('::')
 
 
+def log_of(path):
+    """Return the text of the file.  UserError if it cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f'{path}: {error.strerror if isinstance(error, OSError) else "not text"}; give the output of a build '
+                        'with NVCC_EXTRA="-Xptxas -v"') from error
+
+
 def kernels(log):
     """Yield the Kernels in the output of ptxas -v, in its order."""
     entries, file = [], '?'
@@ -227,7 +236,7 @@ def main(argv=None):
             p.error('--launches: counts the kernels of all files; give it without NAME and --log')
         update(args.page, 'launches', launch_table(), f'python -m {PROGRAM} --launches')
         return
-    log = args.log.read_text() if args.log else compiled(args.files)
+    log = log_of(args.log) if args.log else compiled(args.files)
     found = [kernel for kernel in kernels(log) if not args.files or kernel.file in args.files]
     kept = kept_lines(args.page, args.files) if args.files else []
     update(args.page, 'resources', table(found, kept), f'python -m {PROGRAM}')

@@ -131,3 +131,11 @@ def test_the_page_has_each_kernel_of_the_sources_and_no_other():
     assert not own - rows, 'run `python -m scripts.cuda_resources` with these files'
     assert shared <= {name for _, name in rows}
     assert not {row for row in rows - own if row[1] not in shared}, 'these kernels are gone'
+
+
+def test_a_log_that_cannot_be_read_is_one_line(tmp_path):
+    with pytest.raises(UserError, match='missing: No such file or directory; give the output of a build with NVCC_EXTRA'):
+        cuda_resources.main(['--log', str(tmp_path / 'missing')])
+    (tmp_path / 'binary').write_bytes(b'\xff\xfe')
+    with pytest.raises(UserError, match='binary: not text; give'):
+        cuda_resources.main(['--log', str(tmp_path / 'binary')])
