@@ -36,14 +36,14 @@ def layer(name, rows, outputs, inputs, relu=False):
 # Edges, every layout, rows that are no multiple of 16 bytes, long sums in parts.
 RAGGED = [Shape('ragged', *sizes, layout) for sizes in ((129, 131, 17), (33, 1, 65), (40, 33, 4103))
           for layout in ('NT', 'NN', 'TN', 'TT')]
-# 9 tokens x 128 sentences, 64 x 256, and 8 sequences of 1024 tokens
-FULL = [*RAGGED, *layer('seq2seq gates', 1152, 768, 256), Shape('seq2seq decoder gates', 1152, 768, 512, 'NT'),
+# The square first, which has a goal of its own; 9 tokens x 128 sentences, 64 x 256, and 8 sequences of 1024 tokens
+FULL = [Shape('square', 8192, 8192, 8192, 'NT'), *RAGGED, *layer('seq2seq gates', 1152, 768, 256),
+        Shape('seq2seq decoder gates', 1152, 768, 512, 'NT'),
         *layer('logits', 1152, 13387, 256),
         *layer('transformer q', 1152, 256, 256), *layer('transformer ff', 1152, 64, 256, True),
         *layer('base q', 16384, 512, 512), *layer('base ff', 16384, 2048, 512, True),
         Shape('base logits', 16384, 13387, 512, 'NT'),
-        *layer('124M qkv', 8192, 2304, 768), *layer('124M ff', 8192, 3072, 768, True),
-        Shape('square', 8192, 8192, 8192, 'NT')]
+        *layer('124M qkv', 8192, 2304, 768), *layer('124M ff', 8192, 3072, 768, True)]
 # Rows, width of the model and inner width of feed-forward layers with a smooth activation.
 ACTIVATIONS = (1152, 256, 64), (16384, 512, 2048), (8192, 768, 3072)
 TRIAL_ACTIVATIONS = (260, 64, 256),
@@ -62,35 +62,44 @@ def rounded(x, precision):
     return bits.view(np.float32)
 
 
+class Product:
+    """The float64 product of float32 matrices (M, K) and (K, N), of some or all rows, and the size of its errors."""
+
+    def __init__(self, a, b, rng):
+        (M, K), N = a.shape, b.shape[1]
+        self.factor = EPS * (4 * math.sqrt(K) + K / 8)
+        count = min(M, max(2, SAMPLED // (N * K)))
+        self.rows = np.unique(np.r_[0, M - 1, rng.choice(M, count, replace=False)]) if count < M else np.arange(M)
+        # Every element of the rows that are not compared: sums of whole rows with random signs.
+        self.signs = rng.choice([-1.0, 1.0], N)
+        left, right = np.square(a), np.square(b)
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        self.exact, self.sums = a[self.rows] @ b, a @ (b @ self.signs)
+        self.spread, self.spread_of_rows = np.sqrt(left[self.rows] @ right), np.sqrt(left @ right.sum(1))
+
+
 class Reference:
-    """The float64 result of a product, for some or all rows, and bounds of the error.
+    """The float64 result of a Product with bias, activation and initial value, and bounds of the error.
 
     Float32 units round each of K sums; tensor cores truncate once per instruction of at least 8 terms.  s, the root of the
     summed squares, is the size of a sum of random signs.  So an error of eps s (4 sqrt(K) + K / 8) is allowed.  Operands with
     one bit less than bfloat16 exceed it 60 times at K = 16384.
     """
 
-    def __init__(self, a, b, bias, initial, relu, rng, rounds=False):
+    def __init__(self, product, bias, initial, relu, rounds=False):
         """rounds: results are rounded to bfloat16"""
-        self.relu, self.initial, self.bias = relu, initial, bias
-        (M, K), N = a.shape, b.shape[1]
-        self.shape, self.factor = (M, N), EPS * (4 * math.sqrt(K) + K / 8)
-        count = min(M, max(2, SAMPLED // (N * K)))
-        self.rows = np.unique(np.r_[0, M - 1, rng.choice(M, count, replace=False)]) if count < M else np.arange(M)
-        a, b = a.astype(np.float64), b.astype(np.float64)
-        self.exact = a[self.rows] @ b + bias
+        self.relu, self.rows, self.signs = relu, product.rows, product.signs
+        N = len(self.signs)
+        self.exact = product.exact + bias
+        self.sums = product.sums + bias @ self.signs
         if initial is not None:
             self.exact += initial[self.rows]
-        left, right = np.square(a, dtype=np.float32), np.square(b, dtype=np.float32)
-        self.allowed = self.factor * np.sqrt(left[self.rows] @ right) + 2 * EPS * (np.abs(self.exact) + 1)
+            self.sums += initial @ self.signs
+        self.allowed = product.factor * product.spread + 2 * EPS * (np.abs(self.exact) + 1)
         self.allowed += HALF * np.abs(self.exact) if rounds else 0
-        # Every element of the rows that are not compared: sums of whole rows with random signs.
-        self.signs = rng.choice([-1.0, 1.0], N)
-        self.sums = a @ (b @ self.signs) + bias @ self.signs
-        self.sums += 0 if initial is None else initial @ self.signs
-        self.sums_allowed = 4 * self.factor * np.sqrt(left @ right.sum(1)) + 8 * EPS * math.sqrt(N) * (np.abs(self.sums) + 1)
+        self.sums_allowed = 4 * product.factor * product.spread_of_rows + 8 * EPS * math.sqrt(N) * (np.abs(self.sums) + 1)
         if rounds:                                      # each by at most HALF of an element, whose signs are random
-            self.sums_allowed += 4 * HALF * (np.sqrt(left @ right.sum(1)) + np.linalg.norm(bias))
+            self.sums_allowed += 4 * HALF * (product.spread_of_rows + np.linalg.norm(bias))
 
     def check(self, run, figure, c):
         want = np.maximum(self.exact, 0) if self.relu else self.exact
@@ -105,7 +114,7 @@ class Case:
 
     def __init__(self, shape, torch):
         from pyops import backend
-        self.shape, self.torch = shape, torch
+        self.shape, self.torch, self.product = shape, torch, None
         _, M, N, K, layout, _ = shape
         rng = self.rng = np.random.default_rng([M, N, K])
         self.a, self.b = rng.standard_normal((M, K), np.float32), rng.standard_normal((K, N), np.float32)
@@ -127,8 +136,9 @@ class Case:
     def reference(self, precision, is_plain=False, rounds=False):
         """Return the Reference.  is_plain: without bias and activation.  rounds: with results in bfloat16."""
         bias, relu = (np.zeros_like(self.bias), False) if is_plain else (self.bias, self.shape.relu)
-        return Reference(rounded(self.a, precision), rounded(self.b, precision), bias, self.initial, relu, self.rng,
-                         rounds)
+        if self.product is None or self.product[0] != precision:        # which takes seconds for a large shape
+            self.product = precision, Product(rounded(self.a, precision), rounded(self.b, precision), self.rng)
+        return Reference(self.product[1], bias, self.initial, relu, rounds)
 
     def result(self, call, c=None):
         """Return c, of the operands unless another is given, after one call."""
@@ -168,9 +178,24 @@ class Case:
         if is_plain or not (self.is_forward or self.is_dweight):
             return lambda: a @ b
         if self.is_dweight:
-            return lambda: self.torch_c.add_(a @ b)
-        bias, addmm = self.torch_bias.to(a.dtype), self.torch.torch.addmm
-        return (lambda: addmm(bias, a, b).relu_()) if self.shape.relu else (lambda: addmm(bias, a, b))
+            return self._torch_adding(a, b)
+        bias, torch = self.torch_bias.to(a.dtype), self.torch.torch
+        call = torch._addmm_activation if self.shape.relu else torch.addmm          # one kernel, as in a compiled step
+        return lambda: call(bias, a, b)
+
+    def _torch_adding(self, a, b):
+        """Return call() that adds a @ b to the float32 result: one kernel, where PyTorch has one for these types."""
+        c, torch = self.torch_c, self.torch.torch
+        if a.dtype == c.dtype:
+            return lambda: c.addmm_(a, b)
+
+        def call():
+            return torch.addmm(c, a, b, out_dtype=c.dtype, out=c)
+        try:
+            call()
+        except (TypeError, RuntimeError):               # before PyTorch 2.8, and on CPUs
+            return lambda: c.add_(a @ b)
+        return call
 
 
 def choosing(gpu, setting, value, call):
@@ -286,7 +311,7 @@ def _activation(run, figure, rows, width, inner, kind, function):
         return {name: backend.get(array) for name, array in dict(a=a, y=y, dx=dx).items()}
     gpu.precision = 'bf16'
     first = results()
-    product = Reference(x, w1.T, bias, None, False, rng)
+    product = Reference(Product(x, w1.T, rng), bias, None, False)
     stored, STEP = first['a'][product.rows].astype(np.float64), 1e-5
 
     def check(name, want, allowed, at):
@@ -294,7 +319,7 @@ def _activation(run, figure, rows, width, inner, kind, function):
     check('a', product.exact, product.allowed + HALF * np.abs(product.exact), product.rows)
     y_want = function(stored)
     check('y', y_want, HALF * np.abs(y_want) + 8 * EPS * (np.abs(stored) + 1), product.rows)
-    product = Reference(dy, w2, np.zeros(inner, np.float32), None, False, rng)
+    product = Reference(Product(dy, w2, rng), np.zeros(inner, np.float32), None, False)
     stored = first['a'][product.rows].astype(np.float64)
     slope = (function(stored + STEP) - function(stored - STEP)) / (2 * STEP)
     dx_want = slope * product.exact                     # the product is rounded, and so is the result
