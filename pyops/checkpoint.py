@@ -45,9 +45,10 @@ _HEADER_LIMIT = 100_000_000         # bytes; safetensors itself refuses a longer
 
 # ---- one file ------------------------------------------------------------------------------------------------------
 
-def save(path, tensors, state):
+def save(path, tensors, state, recorded=None):
     """Write `tensors` (dict: name -> array of any shape, strides and safetensors dtype) and `state` (JSON) to `path`.
 
+    recorded: the file name in the metadata, by which a file with another name is ordered in a folder; None: the one of `path`
     An existing file is replaced atomically.  JSON turns tuples into lists and keys into strings.  Raises UserError, which
     names the bytes needed and free, if the file cannot be written; nothing is left behind then.
     """
@@ -58,7 +59,7 @@ def save(path, tensors, state):
     tensors = {key: np.asarray(tensor, tensor.dtype.newbyteorder('<'), order='C') for key, tensor in tensors.items()}
     text = json.dumps(state)
     folder, base = os.path.split(path)
-    name_text = os.fsencode(base).decode(errors='replace')
+    name_text = recorded or os.fsencode(base).decode(errors='replace')
     metadata = {'format': FORMAT, 'version': str(VERSION), 'name': name_text, 'state': text,
                 'sha256': _digest(tensors, text + name_text)}
     if parameters := _parameters(tensors):
@@ -450,6 +451,14 @@ def save_or_rescue(folder, epoch, tensors, state, now=None, last_path=None):
     except UserError as error:
         raise UserError(f'{first}; saving to {rescue} failed too; {last(last_path)}') from error
     raise UserError(f'{first}; it was saved as {path} instead; resume with -c {path}')
+
+
+def save_best(folder, epoch, tensors, state):
+    """Replace the checkpoint BEST of `folder`.
+
+    It records the name that a checkpoint saved now would have, so it has its place among the others in every copy of the folder.
+    """
+    save(os.path.join(folder, BEST), tensors, state, os.path.basename(free_path(folder, epoch)))
 
 
 def _listed(folder):

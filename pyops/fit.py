@@ -670,7 +670,7 @@ class Saver:
             if distributed.is_first():
                 content = self._content(moments, by_time=False)
                 self._check_finite(content[0])
-                checkpoint.save(os.path.join(self.folder, checkpoint.BEST), *content)
+                checkpoint.save_best(self.folder, run.epoch, *content)
 
     def _moments(self):
         """Return the flat buffers of both moments if ranks share them, on rank 0; else None."""

@@ -3,6 +3,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -484,6 +485,19 @@ def test_the_best_checkpoint_is_kept(tmp_path, metric, best, capsys):
     assert state['run']['epoch'] == best and (tensors['parameter/w'] == best).all()
     assert checkpoint.find(tmp_path).state['run']['epoch'] == 4, 'a run resumes from its newest checkpoint'
     assert checkpoint.find(tmp_path, serving=True).path == str(tmp_path / checkpoint.BEST)
+
+
+def test_a_copied_run_resumes_the_same_checkpoint_although_the_best_one_was_copied_last(tmp_path, capsys):
+    folder, copy = tmp_path / 'run', tmp_path / 'copy'
+    folder.mkdir(), copy.mkdir()
+    train_with(folder, [30.0, 40.0, 35.0], 'bleu')
+    newest = os.path.basename(checkpoint.find(folder).path)
+    for name in (newest, checkpoint.BEST):
+        shutil.copyfile(folder / name, copy / name)
+    os.utime(copy / checkpoint.BEST, (2e9, 2e9))                # written last, in 2033
+    assert checkpoint.find(copy).path == str(copy / newest)
+    os.unlink(copy / newest)
+    assert checkpoint.find(copy).state['run']['epoch'] == 2, 'the best checkpoint, if there is no later one'
 
 
 def test_the_best_value_outlives_a_run_and_a_value_that_is_not_finite_is_none(tmp_path, capsys):
