@@ -456,7 +456,7 @@ def save_or_rescue(folder, epoch, tensors, state, now=None, last_path=None):
 def save_best(folder, epoch, tensors, state):
     """Replace the checkpoint BEST of `folder`.
 
-    It records the name that a checkpoint saved now would have, so it has its place among the others in every copy of the folder.
+    It records the name that a checkpoint saved now would have, by which it is ordered among the others, also in a copy.
     """
     save(os.path.join(folder, BEST), tensors, state, os.path.basename(free_path(folder, epoch)))
 

@@ -39,6 +39,7 @@ class Run:
     id: str = field(default='', compare=False)      # names this run in metrics.jsonl; '' until it has a folder
     best: float | None = None   # best value so far of the metric that selects the best checkpoint, and after how many epochs
     best_epoch: int = 0
+    best_metric: str = ''       # its name; older checkpoints have none
     planned: list[int] = field(default_factory=list)        # of planned_steps: epochs, steps
     kept: list[str] = field(default_factory=list, compare=False)    # names of the checkpoints that --keep may remove
     skipped: int = 0            # steps whose loss or gradient was not finite, and which changed no parameter
@@ -49,6 +50,18 @@ class Run:
     def loss(self):
         """Mean loss of the current epoch so far, weighted."""
         return self.loss_sum / self.weight_sum if self.weight_sum else math.nan
+
+    def best_of(self, metric):
+        """Return the best value of a metric so far; None if there is none, or the best value is of another metric."""
+        return self.best if self.best_metric in ('', metric) else None
+
+    def why_over(self, metric, patience):
+        """Return a line, without a remedy, if a metric has not improved for `patience` epochs (None: no limit); else None."""
+        epochs, best = self.epoch - self.best_epoch, self.best_of(metric)
+        if patience is None or best is None or epochs < patience:
+            return None
+        return (f'no better value of {metric} than {best:.5g} of epoch {self.best_epoch} in {epochs} more, '
+                f'and --patience is {patience}')
 
     def end_epoch(self):
         self.epoch += 1
@@ -360,8 +373,10 @@ class Trainer:
     @property
     def has_stopped_improving(self):
         """Whether the metric of the best checkpoint has not improved for `patience` epochs."""
-        return self._patience is not None and self.run.best is not None and (
-            self.run.epoch - self.run.best_epoch >= self._patience)
+        return self._why_over() is not None
+
+    def _why_over(self):
+        return self.run.why_over(self._saver.metric, self._patience) if self._saver and self._patience else None
 
     def leave(self):
         """Raise UserError if tensors were wanted and none was saved, and Interrupted if a signal ended the run: the exit status
@@ -408,6 +423,8 @@ class Trainer:
                 epoch.save()
             if self._is_over():
                 return
+        if self.run.epoch < self._epochs:
+            print(f'{self._why_over()}; a larger one trains on', flush=True)
 
     def _is_over(self):
         """Return whether to end the run now, and note whether to save.  All ranks call it after the same steps, and get the
@@ -602,12 +619,13 @@ class Saver:
     keep: number of checkpoints that are kept; older ones of the run are removed.  None: all
     session: facts about the flags and the machine, JSON, for pyops.steplog; None: the losses of the steps are not recorded
     folder: where checkpoints are saved;  last: path of the newest one from which the run can resume, None if there is none.
+    metric: as given.
     """
 
     def __init__(self, found, params, optimizer, run, state, every=10, minutes=0, metric=None, keep=None, session=None):
         self.session = session
         self.folder, self.last, self.every, self.minutes = found.folder, found.path, every, minutes
-        self._metric, self._keep = metric, keep
+        self.metric, self._keep = metric, keep
         self._params, self._optimizer, self._run, self._state = params, optimizer, run, state
         self._replaced = found.path if found.by_time else None
         if found.path and checkpoint.is_automatic(found.path) and not found.by_time and 'kept' in found.state['run']:
@@ -661,11 +679,12 @@ class Saver:
     def note(self, metrics):
         """Save the checkpoint BEST if the metric has improved and all tensors are finite.  metrics: {name: value} of the epoch
         that just ended."""
-        value, run = metrics.get(self._metric), self._run
+        value, run = metrics.get(self.metric), self._run
         if value is None or not math.isfinite(value):
             return
-        if run.best is None or (value < run.best if self._metric == 'validation' else value > run.best):
-            run.best, run.best_epoch = value, run.epoch
+        best = run.best_of(self.metric)
+        if best is None or (value < best if self.metric == 'validation' else value > best):
+            run.best, run.best_epoch, run.best_metric = value, run.epoch, self.metric
             moments = self._moments()
             if distributed.is_first():
                 content = self._content(moments, by_time=False)

@@ -23,6 +23,7 @@ from pyops.text.translation import EMBEDDED, check_vocabularies, is_fra_eng, ope
 from pyops.text.vocabulary import BOS, SPECIALS
 
 MAX_NORM = 1.0          # gradients longer than this are clipped
+METRICS = {'bleu': 'bleu', 'loss': 'validation', None: None}    # of --keep-best: its name in metrics.jsonl
 
 
 class Data(NamedTuple):
@@ -228,7 +229,8 @@ def session(args, program):
 def start_run(args, found, settings, data, model, optimizer, wanted=None):
     """Return the fit.Run of a training run: new, or resumed from the checkpoint found, whose tensors are copied into the model.
 
-    Return None, after a line about it, if all epochs are done.  wanted: tensors to save; UserError if none can be saved.
+    Return None, after a line about it, if all epochs are done or --patience has ended the run.
+    wanted: tensors to save; UserError if none can be saved.
     UserError if the ranks differ in flags, settings or data.
     """
     if distributed.size() > 1:
@@ -245,12 +247,18 @@ def start_run(args, found, settings, data, model, optimizer, wanted=None):
     found.tensors.clear()                                       # free the second copy of the model
     print('loaded from checkpoint', flush=True)
     run = fit.Run(**(found.state['run'] | {'batch_size': settings['batch_size']}))
-    if run.epoch < args.epochs or plan_requested(args):
+    metric = METRICS[args.keep_best]
+    if metric and run.best is not None and run.best_of(metric) is None:
+        print(f'best checkpoint : selected by {metric} from now on, formerly by {run.best_metric} ({run.best:.5g} of epoch '
+              f'{run.best_epoch}); the next epoch replaces {checkpoint.BEST}', flush=True)
+    reason, remedy = run.why_over(metric, args.patience), 'a larger --patience trains on'
+    if run.epoch >= args.epochs:
+        reason, remedy = f'all {args.epochs} epochs are done', f'-e {run.epoch + 10} trains on'
+    if reason is None or plan_requested(args):
         return run
     if wanted:
-        raise UserError(f'{wanted.folder}: no tensor was saved: all {args.epochs} epochs are done ({run.epoch} in '
-                        f'{found.path}); -e {run.epoch + 10} trains on')
-    print(f'all {args.epochs} epochs are done ({run.epoch} in {found.path}); -e {run.epoch + 10} trains on, -e 0 serves')
+        raise UserError(f'{wanted.folder}: no tensor was saved: {reason} ({run.epoch} in {found.path}); {remedy}')
+    print(f'{reason} ({run.epoch} in {found.path}); {remedy}, -e 0 serves')
     return None
 
 
@@ -398,7 +406,7 @@ class Validation:
 
     def __init__(self, model, data, args, translator):
         self._model, self._pairs, self._batch_size = model, data.validation, args.batch_size or 128
-        self.metric = {'bleu': 'bleu', 'loss': 'validation', None: None}[args.keep_best]
+        self.metric = METRICS[args.keep_best]
         self._translator = None
         if args.patience and not args.keep_best:
             raise UserError(f'--patience {args.patience}: needs --keep-best bleu or --keep-best loss')

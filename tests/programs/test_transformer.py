@@ -463,6 +463,24 @@ def test_two_epochs_resumed_for_two_more_equal_four(tmp_path, capsys, more):
     assert [line['epoch'] for line in story] == [1, 2, 3, 4] and story[-1]['loss'] < story[0]['loss']
 
 
+def test_a_run_that_patience_has_ended_says_so_and_another_metric_starts_anew(tmp_path, capsys):
+    flags = ['-c', str(tmp_path), '--hold-out', '0.1', *TINY]
+    train.main([*flags, '-e', '1', '--keep-best', 'loss'])
+    found = checkpoint.find(tmp_path)
+    assert found.state['run']['best_metric'] == 'validation'
+    checkpoint.save(found.path, found.tensors, found.state | {'run': found.state['run'] | dict(best=0.5, best_epoch=0)})
+    capsys.readouterr()
+    train.main([*flags, '-e', '9', '--keep-best', 'loss', '--patience', '1'])
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f'no better value of validation than 0.5 of epoch 0 in 1 more, and --patience is 1 (1 in {found.path}); '
+        'a larger --patience trains on, -e 0 serves')
+    train.main([*flags, '-e', '2', '--keep-best', 'bleu', '--patience', '1'])
+    assert ('best checkpoint : selected by bleu from now on, formerly by validation (0.5 of epoch 0); the next epoch replaces '
+            'best.safetensors\n') in capsys.readouterr().out
+    assert newest(tmp_path)[1]['run'] | dict(best=0) == newest(tmp_path)[1]['run'] | dict(
+        best=0, best_metric='bleu', best_epoch=2, epoch=2)
+
+
 def test_the_number_of_threads_and_the_plan_change_no_bit(tmp_path):
     before = backend.threads()
     try:

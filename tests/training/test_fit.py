@@ -538,5 +538,23 @@ def test_the_newest_checkpoints_are_kept_also_by_a_resumed_run(tmp_path, capsys)
 def test_a_run_without_a_better_value_for_so_many_epochs_ends_and_does_not_go_on(tmp_path, capsys):
     run = train_with(tmp_path, [30.0, 40.0, 39.0, 40.0, 41.0], 'bleu', patience=2)
     assert (run.epoch, run.best_epoch) == (4, 2)
+    line = 'no better value of bleu than 40 of epoch 2 in 2 more, and --patience is 2; a larger one trains on'
+    assert capsys.readouterr().out.splitlines()[-1] == line
     assert train_with(tmp_path, [50.0], 'bleu', epochs=9, patience=2).epoch == 4, 'nothing more to do'
+    assert capsys.readouterr().out.splitlines()[-1] == line
     assert train_with(tmp_path, [50.0], 'bleu', epochs=5, patience=3).epoch == 5
+    assert 'patience' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('recorded', ['bleu', ''])
+def test_the_best_value_of_another_metric_is_not_compared(tmp_path, recorded, capsys):
+    """recorded '': a checkpoint from before the name of the metric was saved has the metric that it is resumed with."""
+    train_with(tmp_path, [40.0, 30.0], 'bleu')
+    newest = checkpoint.find(tmp_path)
+    checkpoint.save(newest.path, newest.tensors, newest.state | {'run': newest.state['run'] | {'best_metric': recorded}})
+    run = train_with(tmp_path, [60.0, 50.0, 55.0], 'validation', patience=1)
+    if recorded:
+        assert (run.epoch, run.best, run.best_epoch, run.best_metric) == (5, 50.0, 4, 'validation')
+        assert checkpoint.load(tmp_path / checkpoint.BEST)[1]['run']['epoch'] == 4
+    else:
+        assert (run.epoch, run.best, run.best_epoch) == (2, 40.0, 1)
