@@ -691,6 +691,19 @@ class Saver:
                 self._check_finite(content[0])
                 checkpoint.save_best(self.folder, run.epoch, *content)
 
+    def load_best(self):
+        """Copy the parameters of the checkpoint BEST into the model, if the run keeps it and it is not of the last epoch.
+
+        Return its path; None if nothing was copied.
+        """
+        if self.metric is None or self._run.best_epoch == self._run.epoch:
+            return None
+        found = checkpoint.find(self.folder, serving=True, parameters_only=True)
+        if os.path.basename(found.path) != checkpoint.BEST:             # it is damaged
+            return None
+        checkpoint.restore(self._params, None, found.tensors, found.path)
+        return found.path
+
     def _moments(self):
         """Return the flat buffers of both moments if ranks share them, on rank 0; else None."""
         shares = self._params.shares

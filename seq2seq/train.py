@@ -122,9 +122,8 @@ def main(argv=None):
             epoch.save()
             print(f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
                   + validate.text(values), flush=True)
-    if trainer.is_done and trainer.signal is None and len(data.test) and distributed.is_first():
-        with optimizer.averaged():
-            serving.score(translator, data.test)
+    if trainer.is_done and trainer.signal is None:
+        training.score(saver, optimizer, translator, data.test)
     trainer.leave()
 
 

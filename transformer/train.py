@@ -142,9 +142,8 @@ def main(argv=None):
             values = epoch.end(**metrics)
             print(f'epoch {epoch.number} :  [{epoch.samples}/{epoch.samples}] loss : {values["loss"]:.5f}'
                   + validate.text(values), flush=True)
-    if trainer.is_done and trainer.signal is None and len(data.test) and distributed.is_first():
-        with optimizer.averaged():
-            serving.score(translator, data.test)
+    if trainer.is_done and trainer.signal is None:
+        training.score(saver, optimizer, translator, data.test)
     trainer.leave()
 
 

@@ -128,6 +128,8 @@ def parse_training(parser, argv, recipes):
     argv = sys.argv[1:] if argv is None else argv
     name = parser.parse_args(argv).recipe
     args = parser.parse_args([*recipes[name].split(), *argv] if name else argv)
+    if args.patience and not args.keep_best:
+        parser.error(f'--patience {args.patience}: expected --keep-best bleu or loss, the value to wait for')
     args.argv = list(argv)
     return args
 
@@ -201,7 +203,7 @@ def evaluation_parser(program, docstring=None):
                        description='Score the translations of held-out sentences or of a test set: BLEU, chrF.')
     group = p.group('evaluation')
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
-                       help='a checkpoint, or a folder: its newest checkpoint (required)')
+                       help='a checkpoint, or a folder: its best or newest checkpoint (required)')
     group.add_argument('-f', '--corpus', metavar='FILE',
                        help='the corpus of the training run (default: fra-eng if found, else embedded)')
     group.add_argument('--data-dir', metavar='DIR',

@@ -37,7 +37,7 @@ def hold_out(corpus, fraction, excluded=None):
     if not all(map(len, parts)):
         raise UserError(f'held-out fraction {fraction}: of the {len(place)} distinct sources of {corpus.name}, it leaves '
                         f'{len(parts[0])} pairs to train, {len(parts[1])} to validate, {len(parts[2])} to test; '
-                        'give a larger fraction or more pairs')
+                        f'give {"a larger fraction or " * (fraction < 0.5)}more pairs')
     if excluded is None:
         return parts
     parts = *(part.without(excluded[places == i]) for i, part in enumerate(parts[:2])), parts[2]

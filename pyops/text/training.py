@@ -11,7 +11,7 @@ from pyops.errors import UserError
 from pyops.flags import plan_requested, use_gpu
 from pyops.optim import Adam, decaying_rate, inverse_square_root
 from pyops.steps import Cut
-from pyops.text import evaluation
+from pyops.text import evaluation, serving
 from pyops.text.corpus import Corpus
 from pyops.text.flags import EMBEDDED_HOLD_OUT, NOTHING
 from pyops.text.mapped import SETTINGS, Packed, is_packed
@@ -52,6 +52,7 @@ class Data(NamedTuple):
         print(line, flush=True)
         if settings['hold_out'] is None:
             settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
+        check_keep_best(args, settings['hold_out'], 'give --hold-out 0.02')
         is_default = settings['exclude'] is None
         tests, excluded = excluded_test_set(args, settings, corpus, state), None
         if tests and (excluded := tests.occurs_in(corpus)).all():
@@ -97,6 +98,10 @@ class Data(NamedTuple):
                                 f'pairs; leave {flag} out')
         settings |= dict(hold_out=0.0, exclude=NOTHING)
         train, validation = map(packed.pairs, ('train', 'validation'))
+        check_keep_best(args, len(validation), 'pack the corpus with --validation TEXT')
+        if args.keep_best == 'bleu':
+            raise UserError(f'--keep-best bleu: {packed.folder} has encoded pairs, and no raw text to translate; give '
+                            '--keep-best loss')
         nothing = Corpus(packed.folder, [], [])
         print(f'packed corpus : {packed.folder}, {len(train)} pairs, {len(validation)} for validation', flush=True)
         if len(train) < least:
@@ -105,8 +110,6 @@ class Data(NamedTuple):
 
     def texts(self, part):
         """Return sources, lists of references and the number of sources left out of 'validation' or 'test', as raw text."""
-        if is_packed(self.corpus.name):
-            raise UserError(f'{self.corpus.name}: a packed corpus has no raw text to translate; give --keep-best loss')
         return evaluation.test_set(self.chosen, self.hold_out, part, self.excluded)
 
     @property
@@ -148,6 +151,14 @@ class Data(NamedTuple):
             words = [vocabulary.words(ids) for ids in sentences]
             tokens[side] = [[SPECIALS[BOS], *line[:-1]] for line in words] if side == 'target' else words
         return lengths, tokens
+
+
+def check_keep_best(args, held_out, remedy):
+    """Raise UserError if --keep-best needs held-out pairs and there are none (held_out 0), or sacrebleu and it is missing."""
+    if args.keep_best and not held_out:
+        raise UserError(f'--keep-best {args.keep_best}: nothing is held out to validate with; {remedy}')
+    if args.keep_best == 'bleu':
+        evaluation.check()
 
 
 def excluded_test_set(args, settings, corpus, state=None):
@@ -242,7 +253,7 @@ def start_run(args, found, settings, data, model, optimizer, wanted=None):
         model.config.ops.attach(optimizer)
     if found.state is None:
         return fit.Run(settings['seed'], settings['batch_size'])
-    check_vocabularies(found.path, found.state, data.vocabularies, data.train)
+    check_vocabularies(found.path, found.state, data.vocabularies, data.train, ', or start from scratch in another folder')
     checkpoint.restore(model.params, optimizer, found.tensors, found.path)
     found.tensors.clear()                                       # free the second copy of the model
     print('loaded from checkpoint', flush=True)
@@ -401,19 +412,13 @@ class Validation:
     """Computes the validation metrics of an epoch.   data: the Data of the run;  args: its flags
 
     translator: the Translator of the model, for BLEU, which --keep-best bleu asks for
-    UserError if the flags ask for a metric and there are no pairs to validate with, or sacrebleu is missing.
     """
 
     def __init__(self, model, data, args, translator):
         self._model, self._pairs, self._batch_size = model, data.validation, args.batch_size or 128
         self.metric = METRICS[args.keep_best]
         self._translator = None
-        if args.patience and not args.keep_best:
-            raise UserError(f'--patience {args.patience}: needs --keep-best bleu or --keep-best loss')
-        if args.keep_best and not len(self._pairs):
-            raise UserError(f'--keep-best {args.keep_best}: nothing is held out to validate with; give --hold-out 0.02')
         if args.keep_best == 'bleu':
-            evaluation.check()
             self._translator = translator
             self._sources, self._references, _ = data.texts('validation')
 
@@ -453,6 +458,17 @@ def validation_loss(model, pairs, batch_size):
         loss_sum += loss * valid
         tokens += valid
     return loss_sum / tokens
+
+
+def score(saver, optimizer, translator, test):
+    """Print the scores of the test sentences, if any, at the end of a run: of its best checkpoint, if it keeps one."""
+    if not len(test) or not distributed.is_first():
+        return
+    with optimizer.averaged():
+        if path := saver.load_best():
+            print(f'loading from checkpoint : {path}', flush=True)
+            translator.reset()
+        serving.score(translator, test)
 
 
 def side(layer, name):

@@ -38,9 +38,12 @@ def is_fra_eng(corpus):
     return Path(corpus.name).name in {Path(place).name for place in locate.CANDIDATES['fra-eng']}
 
 
-def check_vocabularies(path, state, vocabularies, pairs):
-    """Raise UserError unless the checkpoint `path` was trained with these tokenizers and on these pairs."""
-    remedy = f'give the corpus it was trained on, {state["corpus"]}, or start from scratch in another folder'
+def check_vocabularies(path, state, vocabularies, pairs, alternative=''):
+    """Raise UserError unless the checkpoint `path` was trained with these tokenizers and on these pairs.
+
+    alternative: end of the message, behind the remedy
+    """
+    remedy = f'give the corpus it was trained on, {state["corpus"]}, with -f{alternative}'
     for which, vocabulary, trained in zip(('source', 'target'), vocabularies, restore(state['vocabularies']), strict=True):
         if trained != vocabulary:
             raise UserError(f'{path}: its {which} vocabulary of {len(trained)} words differs from the corpus, '

@@ -169,6 +169,14 @@ CASES = [
          'held-out fraction 1e-09: of the .* distinct sources of pairs.txt, it leaves .*; '
          'give a larger fraction or more pairs'),
 
+    Case('half of too few held out', TRAIN, f'-f two.txt --min-count 1 --hold-out 0.5 {FRESH}',
+         r'held-out fraction 0\.5: of the 2 distinct sources of two\.txt, it leaves .*; give more pairs',
+         file('two.txt', b'Go.\tVa !\nHi.\tSalut !\n')),
+    Case('the best without held-out pairs', TRAIN, f'-f pairs.txt --keep-best loss {FRESH}',
+         '--keep-best loss: nothing is held out to validate with; give --hold-out 0.02'),
+    Case('patience without a value', TRAIN, f'-f none.txt --patience 3 {FRESH}',
+         f'--patience 3: expected --keep-best bleu or loss, the value to wait for{SEE}'),
+
     # the test set
     Case('test set of other columns', TRAIN, f'-f pairs.txt --exclude bad.txt {FRESH}',
          r'bad\.txt: line 2: 3 columns; expected two language codes, a source and a target, with tabs between; correct or .*',
@@ -201,11 +209,11 @@ CASES = [
          r'x\.safetensors: a checkpoint of mnist, not of seq2seq; give another with -c', foreign),
     Case('another corpus', TRAIN, '-e 2 -c ckpt -f other.txt',
          rf'{SAVED}: its \w+ vocabulary of \d+ words differs from the corpus, \d+ words; '
-         r'give the corpus it was trained on, .*/pairs\.txt, or start from scratch in another folder'),
+         r'give the corpus it was trained on, .*/pairs\.txt, with -f, or start from scratch in another folder'),
     Case('another share held out', TRAIN, resumed('--hold-out 0.3'),
          f'--hold-out 0.3: {SAVED} was trained with 0.0; leave --hold-out out, or give another folder with -c'),
     Case('other pairs of the same words', TRAIN, resumed(''),
-         rf'{SAVED}: was trained on other pairs .*; give the corpus it was trained on, .*/pairs\.txt, or start .*',
+         rf'{SAVED}: was trained on other pairs .*; give the corpus it was trained on, .*/pairs\.txt, with -f, or start .*',
          lambda: restate(pairs='another digest')),
     Case('another size', TRAIN, resumed('--hidden 24'),
          f'--hidden 24: {SAVED} was trained with 16; leave --hidden out, or give another folder with -c'),

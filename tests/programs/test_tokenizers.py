@@ -234,7 +234,7 @@ def test_another_corpus_than_the_checkpoints_is_refused(trained, tmp_path, capsy
     folder, pairs = trained
     (tmp_path / 'other.txt').write_text(''.join('\t'.join(pair) + '\n' for pair in pairs[1:]), encoding='utf-8')
     with pytest.raises(UserError, match='was trained on other pairs than the corpus has; give the corpus it was trained on, '
-                                        '.*pairs.txt, or start from scratch in another folder$'):
+                                        '.*pairs.txt, with -f, or start from scratch in another folder$'):
         transformer_train.main(['-e', '70', '-f', str(tmp_path / 'other.txt'), '-c', str(folder / 'ckpt'), '--d-model', '64'])
 
 

@@ -26,7 +26,7 @@ from pyops.optim import Adam
 from pyops.philox import dropout_mask
 from pyops.quantization import Recipe, family
 from pyops.steps import SizedSteps
-from pyops.text import embedded
+from pyops.text import embedded, serving, training
 from pyops.text.detokenize import detokenize
 from pyops.text.pairs import Sequences
 from pyops.text.vocabulary import BOS, EOS, PAD
@@ -481,6 +481,23 @@ def test_a_run_that_patience_has_ended_says_so_and_another_metric_starts_anew(tm
         best=0, best_metric='bleu', best_epoch=2, epoch=2)
 
 
+@pytest.mark.parametrize('ema', ['0', '0.5'])
+def test_a_run_that_keeps_the_best_checkpoint_scores_it_at_its_end(tmp_path, monkeypatch, ema, capsys):
+    def score(translator, test):
+        assert len(test)
+        scored.append(translator.model.params.values.copy())
+    scored, losses = [], iter([2.0, 1.0, 3.0, 3.0])
+    monkeypatch.setattr(serving, 'score', score)
+    monkeypatch.setattr(training.Validation, '__call__', lambda self: {'validation': next(losses)})
+    flags = ['-c', str(tmp_path), '--hold-out', '0.1', '--ema', ema, '--keep-best', 'loss', *TINY]
+    train.main([*flags, '-e', '2'])
+    assert 'loading from checkpoint' not in capsys.readouterr().out         # it is of the last epoch
+    train.main([*flags, '-e', '4'])
+    assert f'loading from checkpoint : {tmp_path}/best.safetensors\n' in capsys.readouterr().out
+    assert checkpoint.load(tmp_path / 'best.safetensors')[1]['run']['epoch'] == 2
+    assert scored[0].tobytes() == scored[1].tobytes()
+
+
 def test_the_number_of_threads_and_the_plan_change_no_bit(tmp_path):
     before = backend.threads()
     try:
@@ -554,7 +571,7 @@ def test_a_checkpoint_of_another_corpus_is_refused(tmp_path):
     flags = ['-c', str(tmp_path / 'ckpt'), '--d-model', '16', '-b', '50']
     train.main(['-e', '1', '-f', str(tmp_path / 'one.txt'), *flags])
     with pytest.raises(UserError, match=r'its source vocabulary of \d+ words differs from the corpus, \d+ words; give the '
-                                        r'corpus it was trained on, .*one\.txt, or start from scratch in another folder'):
+                                        r'corpus it was trained on, .*one\.txt, with -f, or start from scratch in .*'):
         train.main(['-e', '2', '-f', str(tmp_path / 'other.txt'), *flags])
 
 

@@ -184,6 +184,14 @@ def test_a_checkpoint_without_held_out_sentences_is_an_error(tmp_path, capsys):
         seq2seq_evaluate.main(['-c', str(tmp_path), '-f', 'embedded'])
 
 
+def test_a_corpus_of_other_words_is_an_error_that_does_not_advise_to_train_again(trained, tmp_path):
+    evaluate, folder = trained
+    other = tmp_path / 'other.txt'
+    other.write_text(''.join(f'{source}\t{target}\n' for source, target in embedded.pairs()[5000:5040]))
+    with pytest.raises(UserError, match='; give the corpus it was trained on, embedded, with -f$'):
+        evaluate.main(['-c', str(folder), '-f', str(other)])
+
+
 def test_a_missing_sacrebleu_is_reported_before_anything_is_translated(monkeypatch):
     monkeypatch.setitem(sys.modules, 'sacrebleu', None)
     with pytest.raises(UserError, match='^sacrebleu is not installed: install it with: pip install sacrebleu$'):

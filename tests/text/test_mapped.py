@@ -72,6 +72,8 @@ def test_training_on_packed_pairs_has_the_bits_of_training_on_the_text(text, tmp
         train.main([*flags, '-f', folder, '--num-steps', '8'])
     with pytest.raises(UserError, match='^--hold-out 0.1: needs the text of the corpus, and .*; leave --hold-out out$'):
         train.main([*flags, '-f', folder, '--hold-out', '0.1'])
+    with pytest.raises(UserError, match='^--keep-best loss: nothing is held out .*; pack the corpus with --validation TEXT$'):
+        train.main([*flags, '-f', folder, '--keep-best', 'loss'])
     with pytest.raises(UserError, match='was trained on other pairs than the corpus has'):
         command.run(['pack', str(text), folder, '--min-count', '2', '--num-steps', '6'])
         content = json.loads((tmp_path / 'packed' / mapped.CONTENT).read_text())
