@@ -340,7 +340,7 @@ class Seq2Seq:
 
     def translate(self, source):
         """Translate source, Sequences of B >= 1 sentences, greedily.  Return at most num_steps tokens (., B) int32, <pad> after
-        <eos>."""
+        the end."""
         return greedy(self, source, self.config.num_steps)
 
     def decoding(self, num_steps=None):

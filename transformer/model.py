@@ -631,7 +631,7 @@ class Transformer:
 
     def translate(self, source):
         """Translate source, Sequences of B >= 1 sentences, greedily.  Return at most num_steps tokens (., B) int32, <pad> after
-        <eos>."""
+        the end."""
         return greedy(self, source, self.config.num_steps)
 
     def decoding(self, num_steps=None):

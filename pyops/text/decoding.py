@@ -33,20 +33,41 @@ from pyops.text.flags import LARGEST_BEAM, LARGEST_PENALTY, LENGTH_PENALTY
 from pyops.text.pairs import Sequences
 from pyops.text.vocabulary import BOS, EOS, PAD
 
-REPEATS = 4             # copies of an n-gram in a row that end a hypothesis
+REPEATS = 4             # copies of an n-gram in a row that end a hypothesis, also of greedy decoding
 FEWEST = 4              # finished sentences for which a search leaves its plans: later steps then compute fewer rows
 
 
 def greedy(model, source, num_steps):
-    """Decode greedily: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after <eos>."""
+    """Decode greedily: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after the end."""
     return Decoder(model, num_steps)(source)
 
 
-class Decoder:
-    """Greedy decoding: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after <eos>.
+def repeats(tokens, chosen):
+    """Return whether hypotheses end in REPEATS copies of an n-gram, bool (...).
 
-    Valid while the weights are unchanged.  The output layer is prepared once, and small sources are decoded by plans: see
-    _PlansBySize.  A sentence alone is decoded with a draft, if the model has one: see _Draft.
+    tokens (t, ...): their ids;  chosen: the hypotheses to look at, bool (...); the result of all others is False
+    """
+    found = np.zeros(chosen.shape, bool)
+    if len(tokens) < REPEATS:
+        return found
+    same = tokens == tokens[-1]
+    if np.count_nonzero(same) < REPEATS:                    # of one sentence: nearly always
+        return found
+    suspects = chosen & (same.sum(0) >= REPEATS)            # few
+    if suspects.any():
+        some = tokens[:, suspects]
+        for n in range(1, len(some) // REPEATS + 1):
+            end = some[len(some) - REPEATS * n:].reshape(REPEATS, n, -1)
+            found[suspects] |= (end == end[0]).all((0, 1))
+    return found
+
+
+class Decoder:
+    """Greedy decoding: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after the end.
+
+    A sentence ends with <eos>, or with REPEATS copies of an n-gram.  Valid while the weights are unchanged.  The output layer
+    is prepared once, and small sources are decoded by plans: see _PlansBySize.  A sentence alone is decoded with a draft, if
+    the model has one: see _Draft.
     """
 
     def __init__(self, model, num_steps):
@@ -64,7 +85,7 @@ class Decoder:
             found, state = self._draft.decode(source)
             first, plans, steps = len(found), None, _Steps(self.model, self._predict, state)
             tokens[:first, 0], word = found, found[-1:]
-            if first == self.num_steps or word[0] == EOS:
+            if first == self.num_steps or word[0] == EOS or repeats(tokens[:first], open_)[0]:
                 return tokens[:first]
         else:
             plans = self._plans.get(source)
@@ -77,6 +98,7 @@ class Decoder:
             found, parents, sources = backend.get(word), None, None
             tokens[t, rows[open_]] = found[open_]
             open_ &= found != EOS
+            open_ &= ~repeats(tokens[:t + 1, rows], open_)
             if not open_.any():
                 break
             if _drops(self.model, open_, plans):
@@ -486,7 +508,7 @@ class Beams:
 
         self.tokens = np.concatenate([self.tokens[:, parent.T, np.arange(B)], word.T[None]], dtype=np.int32)
         self.t += 1
-        is_cut = live & (word != EOS) & self._repeats().T
+        is_cut = repeats(self.tokens, (live & (word != EOS)).T).T
         ends = live & ((word == EOS) | is_cut | (self.t == self.search.max_len))
         if ends.any():
             for b, i in np.argwhere(ends).tolist():
@@ -502,14 +524,6 @@ class Beams:
         # No extension of a live hypothesis can exceed the nbest-th score: a sum of log probabilities never grows and is at most
         # 0, so its score is largest if the sum does not change and is divided by the largest length.
         self.open &= live[:, 0] & ~(self.nth >= self.search.score(self.sums[0], self.search.max_len))
-
-    def _repeats(self):
-        """Return (beam, B) bool: whether the tokens of a hypothesis end in REPEATS copies of an n-gram."""
-        found = np.zeros(self.tokens.shape[1:], bool)
-        for n in range(1, self.t // REPEATS + 1 if self.search.beam > 1 else 1):
-            end = self.tokens[self.t - REPEATS * n:self.t].reshape(REPEATS, n, *found.shape)
-            found |= (end == end[0]).all((0, 1))
-        return found
 
     def _finish(self, b, log_probability, tokens, is_cut):
         """Add a finished hypothesis of sentence b, an index into `open`."""

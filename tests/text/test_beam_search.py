@@ -111,17 +111,23 @@ def test_beam_search_finds_what_a_search_without_states_finds(alpha, beam, nbest
     model, search = Tiny(9, seed=beam), Search(7, beam, nbest, alpha)
     found = BeamDecoder(model, search)(sources(40))
     for b, hypotheses in enumerate(found):
-        want = reference(model.log_probabilities(b), search) if beam > 1 else greedy_reference(model, b, search)
-        assert_same(hypotheses, want)
+        assert_same(hypotheses, reference(model.log_probabilities(b), search))
     assert len({tuple(hypotheses[0].tokens) for hypotheses in found}) > 10
 
 
-def greedy_reference(model, b, search):
-    tokens, total = (), 0.0
-    while len(tokens) < search.max_len and tokens[-1:] != (EOS,):
-        logp = model.log_probabilities(b)(tokens)
-        tokens, total = (*tokens, int(logp.argmax())), total + logp.max()
-    return [(tokens, total / len(tokens) ** search.length_penalty, False)]
+def test_greedy_decoding_cuts_a_repetition_as_a_beam_of_1_does_and_computes_no_further_step():
+    model, search = Tiny(9, seed=1), Search(40, 1, 1, 1.0)
+    want = [reference(model.log_probabilities(b), search) for b in range(40)]
+    cut = [b for b, ((_, _, is_cut),) in enumerate(want) if is_cut]
+    assert 5 < len(cut) < 40
+    greedy = Decoder(model, 40)(sources(40))
+    for b, ((tokens, _, _),) in enumerate(want):
+        assert greedy[:len(tokens), b].tolist() == list(tokens) and not greedy[len(tokens):, b].any()
+    for b, (found,) in enumerate(BeamDecoder(model, search)(sources(40))):
+        assert_same([found], want[b])
+    model.steps = 0
+    Decoder(model, 40)(Sequences.of([np.array([cut[0]])], 1))
+    assert model.steps == len(want[cut[0]][0][0])
 
 
 @pytest.mark.parametrize('alpha', [0.0, 0.6, 1.0])

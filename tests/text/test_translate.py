@@ -601,7 +601,7 @@ def test_a_draft_that_is_mostly_wrong_is_not_used_any_longer(kept, monkeypatch):
     monkeypatch.setattr(decoding._Draft, 'decode', lambda self, source: calls.append(1) or decode(self, source))
     want = model.translate(texts, beam=1)
     assert [model.translate(text, beam=1) for text in texts] == want
-    assert 0 < len(calls) <= -(-decoding._Draft.LEAST // model.num_steps)
+    assert 0 < len(calls) <= -(-decoding._Draft.LEAST // decoding.REPEATS) < len(texts)     # a draft ends as a repetition
 
 
 @on_the_cpu
