@@ -1,7 +1,7 @@
 """Programs and tools, as `python -m pyops` or, once installed, as the command `pyops`.
 
 python -m pyops doctor                      what is found on this machine, and a test of the kernels
-python -m pyops train transformer ...       as python -m transformer.train; also translate, evaluate, mnist, seq2seq
+python -m pyops train transformer ...       as python -m transformer.train; also translate, evaluate, average
 python -m pyops plan mnist ...              every kernel and tensor of a training step: as train with --plan
 python -m pyops data list|get               data sets: as python -m pyops.data
 python -m pyops serve CKPT                  translations over HTTP
@@ -37,7 +37,8 @@ PROGRAMS = {'train': Program('train a program, or resume a checkpoint', ('mnist'
             'plan': Program('print every kernel and tensor of a training step', ('mnist', 'seq2seq', 'transformer'), 'train',
                             ('--plan',)),
             'translate': Program('translate with a checkpoint', ('seq2seq', 'transformer'), 'translate'),
-            'evaluate': Program('score a checkpoint: BLEU, chrF', ('seq2seq', 'transformer'), 'evaluate')}
+            'evaluate': Program('score a checkpoint: BLEU, chrF', ('seq2seq', 'transformer'), 'evaluate'),
+            'average': Program('average checkpoints of a run', ('seq2seq', 'transformer'), 'average')}
 MEASUREMENTS = 'kernels', 'train', 'translate', 'serve', 'ndarray', 'eager', 'convolution', 'floor', 'quality', 'scaling'
 
 

@@ -479,6 +479,20 @@ def _listed(folder):
                 yield _key_inside(path) or _key_of_change(path), path
 
 
+def newest_paths(folder):
+    """Return the paths of the checkpoints in `folder` that were not renamed, newest first.  UserError if it is unreadable."""
+    try:
+        return [path for _, path in sorted(_listed(folder), reverse=True) if is_automatic(path)]
+    except OSError as error:
+        raise UserError(f'{folder}: cannot read the folder ({_reason(error)}); make it readable, or name another') from error
+
+
+def oldest_name(paths):
+    """Return the name by which the oldest of these checkpoints is ordered: see the argument `recorded` of save()."""
+    when, epoch = min(_key(os.path.basename(path)) or _key_inside(path) or _key_of_change(path) for path in paths)
+    return f'checkpoint_{when}_{max(0, epoch)}{SUFFIX}'
+
+
 def is_automatic(path):
     """Return whether the file has a name as save_or_rescue gives, and was not renamed."""
     return _key(os.path.basename(path)) is not None

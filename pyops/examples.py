@@ -12,6 +12,7 @@ COMMANDS = {
     'translate': [('transformer -c ckpt "Go now."', 'one sentence'),
                   ('transformer -c ckpt < in.txt > out.txt', 'a line for each line')],
     'evaluate': [('transformer -c ckpt', 'BLEU and chrF on the test sentences'), ('seq2seq -c ckpt --json', '')],
+    'average': [('transformer ckpt -o average.safetensors', 'the mean of the newest checkpoints')],
     'data list': [('', 'data sets, their licences and folders')],
     'data get': [('mnist', ''), ('fra-eng', 'the sentence pairs of the translators')],
     'data pack': [('pairs.txt packed --tokenizer bpe', 'files that training maps into memory')],

@@ -14,9 +14,11 @@ import mnist.resnet
 import mnist.train
 import pyops.__main__
 import pyops.data.__main__
+import seq2seq.average
 import seq2seq.evaluate
 import seq2seq.train
 import seq2seq.translate
+import transformer.average
 import transformer.evaluate
 import transformer.from_marian
 import transformer.train
@@ -53,7 +55,7 @@ class Group(NamedTuple):
 def parsers():
     """Return {program: ArgumentParser}; a program with subcommands has an entry for each, such as 'pyops inspect draw'."""
     programs = (mnist.train, mnist.resnet, seq2seq.train, transformer.train, seq2seq.translate, transformer.translate,
-                seq2seq.evaluate, transformer.evaluate, transformer.from_marian)
+                seq2seq.evaluate, transformer.evaluate, seq2seq.average, transformer.average, transformer.from_marian)
     return {**{program.PROGRAM: program.parser() for program in programs},
             **dict(leaves('pyops.data', pyops.data.__main__.parser())), **dict(leaves('pyops', pyops.__main__.parser()))}
 

@@ -6,4 +6,5 @@ if __name__ == '__main__':
         'train': 'train, go on with a checkpoint, or serve one',
         'translate': 'translate with a checkpoint',
         'evaluate': 'score a checkpoint: BLEU, chrF',
+        'average': 'average checkpoints of a run',
     })

@@ -6,5 +6,6 @@ if __name__ == '__main__':
         'train': 'train, resume a checkpoint, or serve one',
         'translate': 'translate with a checkpoint',
         'evaluate': 'score a checkpoint: BLEU, chrF',
+        'average': 'average checkpoints of a run',
         'from_marian': 'convert a model of Marian',
     })

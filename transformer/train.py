@@ -68,9 +68,6 @@ def main(argv=None):
     # settings
     found = training.find_checkpoint(args, 'transformer')
     if found.state:
-        if 'run' not in found.state:
-            raise UserError(f'{found.path}: was converted by transformer.from_marian and cannot be trained further; '
-                            'give another folder with -c, or -e 0 to serve it')
         found.state['settings'].setdefault('activation', 'relu')        # older checkpoints
     settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, flags.FIXED, PRESETS)
     settings['exact'] = training.select_exact(args, found)

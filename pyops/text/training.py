@@ -208,6 +208,10 @@ def _find_checkpoint(args, program):
         return checkpoint.fresh('.' if plan_requested(args) else './checkpoints')
     found = checkpoint.find(args.checkpoint)
     checkpoint.check_program(found, program)
+    if found.state and 'run' not in found.state:
+        maker = 'averaged' if 'averaged' in found.state else 'converted by transformer.from_marian'
+        raise UserError(f'{found.path}: was {maker} and cannot be trained further; give another folder with -c, or -e 0 to '
+                        'serve it')
     return found
 
 
