@@ -45,6 +45,9 @@ class Workers:
         self.signal = signal.Signals(number)
         self.__exit__()
 
+    def _note(self, number, frame):
+        self.signal = signal.Signals(number)
+
     def run(self, tasks, seconds):
         """Run each task(send, is_over).   Yield (number of a task, message), and (number, Ended) for a process that failed
 
@@ -95,8 +98,10 @@ class Workers:
             end = end or time.monotonic() + seconds
             return self.signal is not None or time.monotonic() > end
         try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)        # a Ctrl-C reaches all processes: the first one asks the others
-            signal.signal(signal.SIGTERM, self._stop)
+            # A signal to the group of processes reaches all, and then the first one asks the others: they count one only.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, self._note)
             for pipe in others:
                 os.close(pipe)
             with os.fdopen(stream, 'w') as out:

@@ -124,6 +124,28 @@ def test_a_signal_asks_tasks_to_end_and_a_second_one_ends_the_process(number):
     assert signal.getsignal(number) == before and team.signal is None
 
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_group_of_processes_ends_no_task_as_failed(number):
+    code = """if True:
+        import os, signal, sys, time
+        from scripts.workers import Workers
+        def task(send, is_over):
+            send('begun')
+            while not is_over():
+                time.sleep(0.01)
+            time.sleep(0.3)                 # so that the signal of the first process comes before the end
+        with Workers() as team:
+            for _, message in team.run([task] * 2, 60):
+                if not team.signal:
+                    os.killpg(0, int(sys.argv[1]))
+                    time.sleep(0.1)
+                print(message, flush=True)
+    """
+    done = subprocess.run([sys.executable, '-c', code, str(int(number))], cwd=ROOT, start_new_session=True, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment_without('PYOPS_BACKEND'))
+    assert (done.returncode, done.stdout) == (0, 'begun\nbegun\n')
+
+
 def test_processes_end_if_their_messages_are_not_read():
     with Workers() as team:
         tasks = team.run([lambda send, is_over: [send(os.getpid()), time.sleep(60)]], 60)
