@@ -2,8 +2,9 @@
 
 A program is drawn from a list of numbers, so that a failing one can be made shorter: `shrink`.  The ways:
 
-    bits equal      step by step without a plan; from a plan for each batch size; the plans of other batch sizes recorded
-                    before; plan memory never reused; plan memory full of NaN before the first step; two and three threads
+    bits equal      step by step without a plan; from a plan for each batch size; the plan of another batch size recorded
+                    before or after, and run between; plan memory never reused; plan memory full of NaN before the first
+                    step; two and three threads
     float64         the loss of the first step and its derivative in two directions, against the formulas of the ops
     on a GPU        or the emulator instead, loss and gradient of the first step, against the CPU
 """
@@ -19,15 +20,17 @@ from places import ON_GPU, get, put
 from pyops import backend, nn, optim
 from pyops.autograd import Tensor
 from pyops.autograd.mode import interpreted_by
+from pyops.backend import library
 from pyops.data.batches import gather
 from pyops.differences import in_float64
 from pyops.fit import History
 from pyops.ndarray import as_ndarray
-from pyops.plan import Plan
+from pyops.plan import _Reference
 from pyops.steps import Steps
 
 SAMPLES, TOKENS, NUMBERS = 40, 11, 40           # samples of a data set; different tokens; numbers of a program
 LOSS_TOLERANCE, DERIVATIVE_TOLERANCE = 1e-4, 5e-3
+DERIVATIVE_STEPS = 2.0**-13, 2.0**-17, 2.0**-21
 WIDTHS = 3, 1, 2, 5, 8, 16, 17, 33
 LARGE = 50                      # one of so many programs is so large that threads share the work of most of its kernels
 ACTIVATIONS = 'ReLU', 'GELU', 'SiLU', 'Tanh', 'Sigmoid', 'LeakyReLU'
@@ -159,7 +162,10 @@ def _of_image(draws, shape):
         return [('Flatten',)], (C * H * W,)
     if kind == 'activation':
         return [(draws.pick(*ACTIVATIONS),)], shape
-    return [{'GroupNorm': (kind, 2 if C % 2 == 0 else 1, C), 'BatchNorm2d': (kind, C), 'Dropout': (kind, 0.3)}[kind]], shape
+    groups = 2 if C % 2 == 0 else 1
+    if kind == 'GroupNorm' and C * H * W == groups:         # one number has no variance
+        return [('Tanh',)], shape
+    return [{'GroupNorm': (kind, groups, C), 'BatchNorm2d': (kind, C), 'Dropout': (kind, 0.3)}[kind]], shape
 
 
 _LAYERS = {1: _of_vector, 2: _of_sequence, 3: _of_image}
@@ -211,8 +217,11 @@ class Training:
     def __init__(self, program):
         rng = np.random.default_rng(program.seed)
         self.program, self.net = program, Net(program).reset_parameters(program.seed)
+        self.params = self.net.params           # the module searches its tree for them
+        self.buffers = dict(self.net.named_buffers())
+        _vary(self.params, np.random.default_rng(program.seed))
         name, settings = program.optimizer
-        self.optimizer, self.history = getattr(optim, name)(self.net.params, **settings), History()
+        self.optimizer, self.history = getattr(optim, name)(self.params, **settings), History()
         self.x = put(rng.standard_normal((SAMPLES, math.prod(program.shape))).astype(np.float32))
         self.ids = put(rng.integers(0, TOKENS, (SAMPLES, program.shape[0])).astype(np.int32))
         self.numbers = put(np.arange(SAMPLES, dtype=np.int32).reshape(-1, 1))
@@ -231,7 +240,7 @@ class Training:
         return nn.CrossEntropyLoss()(y, Tensor(as_ndarray(gather(self.labels, rows, name='labels').reshape(-1))))
 
     def step(self, rows):
-        self.net.params.zero_grads()
+        self.params.zero_grads()
         loss = self.loss(rows)
         loss.backward(Tensor(as_ndarray(self.one)))
         self.optimizer.step()
@@ -239,44 +248,42 @@ class Training:
 
     def steps(self):
         """Return the Steps that run step() from plans."""
-        return Steps(self.step, self.net.params, x=self.x, ids=self.ids, numbers=self.numbers, labels=self.labels, one=self.one,
-                     **dict(self.net.named_buffers()), **self.optimizer.arrays(), **self.history.arrays())
+        return Steps(self.step, self.params, x=self.x, ids=self.ids, numbers=self.numbers, labels=self.labels, one=self.one,
+                     **self.buffers, **self.optimizer.arrays(), **self.history.arrays())
 
     def state(self):
         """Return {name: bytes} of losses, parameters, moments and statistics."""
-        arrays = dict(self.net.named_buffers()) | dict(parameters=self.net.params.values, m=self.net.params.m,
-                                                       v=self.net.params.v, losses=self.history.log)
+        arrays = self.buffers | dict(parameters=self.params.values, m=self.params.m, v=self.params.v, losses=self.history.log)
         return {name: get(array).tobytes() for name, array in arrays.items()}
 
     def changing(self):
         """Return all arrays that a step changes."""
-        params = self.net.params
-        return [params.values, params.grads, params.m, params.v, *dict(self.net.named_buffers()).values(),
+        params = self.params
+        return [params.values, params.grads, params.m, params.v, *self.buffers.values(),
                 *self.optimizer.arrays().values(), *self.history.arrays().values()]
+
+
+def _vary(params, rng):
+    """Change parameters that begin as a constant, so that each number of a bias or norm weight has an effect of its own, and
+    few inputs of the next layer are exactly at the kink of an activation."""
+    for name in params:
+        part = params.view(params.values, name)
+        values = get(part)
+        if values.size and (values == values.flat[0]).all():
+            part[...] = put((values + 0.2 * rng.standard_normal(values.shape)).astype(np.float32))
 
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
-def eager(program):
-    training = Training(program)
-    for rows in training.batches:
-        training.step(put(rows))
-    return training
-
-
-class Planned:
-    """A program that runs from plans, several times from the same start: recording takes longer than running."""
+class Trained:
+    """A program that runs several times from the same start, without a plan or from plans that it records once: recording
+    takes longer than running."""
 
     def __init__(self, program):
         self.training = Training(program)
         self.steps = self.training.steps()
         self._start = [(array, put(get(array).copy())) for array in self.training.changing()]
-
-    def recorded_again(self):
-        """Return the same program without plans."""
-        other = copy.copy(self)
-        other.steps = self.training.steps()
-        return other
+        self.other = put(np.arange((5, SAMPLES)[program.seed % 2]))         # rows of another batch size
 
     def at_the_start(self):
         """Return the Training as it was before all steps."""
@@ -284,8 +291,14 @@ class Planned:
             array[...] = start
         return self.training
 
+    def without_a_plan(self):
+        """Run all steps; return the Training."""
+        for rows in self.at_the_start().batches:
+            self.training.step(put(rows))
+        return self.training
+
     def run(self, runner=None):
-        """Run all steps; return the Training.  runner: as of Steps"""
+        """Run all steps from plans; return the Training.  runner: as of Steps"""
         self.at_the_start()
         if runner:
             self.steps.runner = runner
@@ -295,55 +308,84 @@ class Planned:
         return self.training
 
 
-def after_another_size(planned):
-    another = planned.recorded_again()
-    another.steps.plan(put(np.arange((5, SAMPLES)[planned.training.program.seed % 2])))
-    return another.run()
+def planned(trained):
+    """Half of the programs record the plan of another batch size before their own, and half after them."""
+    if trained.training.program.seed // 2 % 2:
+        trained.steps.plan(trained.other)
+    return trained.run()
 
 
-def without_reuse(planned):
-    give_back, Plan._give_back = Plan._give_back, lambda self, block: self._live.pop(block.address, None)
-    try:
-        return planned.recorded_again().run()
-    finally:
-        Plan._give_back = give_back
+def after_another_size(trained):
+    trained.steps(trained.other)
+    return trained.run()
 
 
-def on_nan(planned):
+def without_reuse(trained):
+    plans = {}
+
+    def run(plan):
+        if plan not in plans:
+            plans[plan] = spread(plan)
+        plans[plan].run()
+    return trained.run(run)
+
+
+def spread(plan):
+    """Return a plan with the launches of another, in which each array has memory of its own."""
+    blocks, found, device = {}, copy.copy(plan), plan._device
+
+    def moved(tensor, value):
+        tensor = tensor.base or tensor          # there is one for each allocation
+        if id(tensor) not in blocks:
+            blocks[id(tensor)] = device.block(value.block.nbytes)
+        block = blocks[id(tensor)]
+        return value._replace(block=block, address=value.address - value.block.address + block.address)
+    found.actions = []
+    for action in plan.replayed:
+        names = [argument.name for argument in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
+        found.actions.append(action._replace(values=tuple([
+            moved(action.tensors[name], value) if isinstance(value, _Reference) else value
+            for name, value in zip(names, action.values, strict=False)])))
+    found._compile()
+    return found
+
+
+def on_nan(trained):
     """The memory of a plan is full of NaN before each step."""
     def run(plan):
         for block in plan._blocks:
             block.owner[...] = 0xff
         plan.run()
-    return planned.run(run)
+    return trained.run(run)
 
 
-def on_threads(planned, threads):
+def on_threads(trained, threads):
     before = backend.threads()
     backend.set_threads(threads)
     try:
-        return planned.run()
+        return trained.run()
     finally:
         backend.set_threads(before)
 
 
-WAYS = {'planned': Planned.run, 'after another batch size': after_another_size, 'without reuse of memory': without_reuse}
+WAYS = {'planned': planned, 'after another batch size': after_another_size, 'without reuse of memory': without_reuse}
 if not ON_GPU:
-    WAYS |= {'in memory full of NaN': on_nan, 'on two threads': lambda planned: on_threads(planned, 2),
-             'on three threads': lambda planned: on_threads(planned, 3)}
+    WAYS |= {'in memory full of NaN': on_nan, 'on two threads': lambda trained: on_threads(trained, 2),
+             'on three threads': lambda trained: on_threads(trained, 3)}
 
 
 def difference(program):
     """Train a program in all ways.  Return text about the first difference, or None."""
     with np.errstate(all='ignore'):
-        expected, planned = eager(program).state(), Planned(program)
+        trained = Trained(program)
+        expected = trained.without_a_plan().state()
         for name, way in WAYS.items():
-            state = way(planned).state()
+            state = way(trained).state()
             if wrong := [part for part in expected if state[part] != expected[part]]:
                 return f'{name}: {", ".join(wrong)} differ from those of steps without a plan'
         if ON_GPU:
             return difference_from_the_cpu(program)
-        return None if program.has_dropout else difference_from_float64(planned.at_the_start())
+        return None if program.has_dropout else difference_from_float64(trained.at_the_start())
 
 
 def difference_from_the_cpu(program):
@@ -352,11 +394,11 @@ def difference_from_the_cpu(program):
     for device in (backend.current_device(), backend.HOST):
         with backend.on(device):
             training = Training(program)
-            training.net.params.zero_grads()
+            training.params.zero_grads()
             loss = training.loss(put(training.batches[0]))
             loss.backward()
             losses.append(loss.item())
-            gradients.append(get(training.net.params.grads).astype(np.float64))
+            gradients.append(get(training.params.grads).astype(np.float64))
     if not abs(losses[0] - losses[1]) <= LOSS_TOLERANCE * max(abs(losses[1]), 1):
         return f'CPU: the loss is {losses[0]:.8g}, expected {losses[1]:.8g}'
     error = np.linalg.norm(gradients[0] - gradients[1]) / (np.linalg.norm(gradients[1]) + 1e-12)
@@ -365,7 +407,7 @@ def difference_from_the_cpu(program):
 
 def difference_from_float64(training):
     """Compare loss and gradient of the first step of a Training with float64.  Return text about a difference, or None."""
-    rows, params = training.batches[0], training.net.params
+    rows, params = training.batches[0], training.params
     params.zero_grads()
     loss = training.loss(rows)
     loss.backward()
@@ -376,22 +418,22 @@ def difference_from_float64(training):
     directions = {'a random direction': np.random.default_rng(0).choice([-1.0, 1.0], gradient.shape),
                   'the direction of the gradient': np.sign(gradient)}
     for name, direction in directions.items():
-        # A kink between the two points spoils one step size, and rarely both.  If the norm of an almost constant row bends the
-        # loss within the smaller step, the two sizes disagree, and neither can tell.
+        # A kink between the two points spoils one step size, and rarely all.  If the norm of an almost constant row bends the
+        # loss within the smallest step, the last two sizes disagree, and none can tell.
         errors = []
-        for step in (2.0**-13, 2.0**-17):
+        for step in DERIVATIVE_STEPS:
             errors.append(_derivative_error(training, rows, gradient, direction * step))
             if abs(errors[-1]) <= DERIVATIVE_TOLERANCE:
                 break
         else:
-            if not abs(errors[0] - errors[1]) > max(map(abs, errors)) / 2:
-                return f'float64: the derivative in {name} differs by {errors[1]:.1e} of the norm of the gradient'
+            if not abs(errors[-2] - errors[-1]) > max(map(abs, errors[-2:])) / 2:
+                return f'float64: the derivative in {name} differs by {errors[-1]:.1e} of the norm of the gradient'
     return None
 
 
 def _derivative_error(training, rows, gradient, step):
     """Return the error of the derivative in a direction, as a share of the largest that the norm of the gradient allows."""
-    values, kept, losses = training.net.params.values, training.net.params.values.copy(), []
+    values, kept, losses = training.params.values, training.params.values.copy(), []
     above, below = ((kept + sign * step).astype(np.float32) for sign in (1, -1))
     for point in (above, below):
         values[...] = point
