@@ -171,7 +171,7 @@ def _read_hub(folder):
     at = folder / 'config.json'
     config = _json(at)
     if config.get('model_type') != 'marian':
-        raise UserError(f"{at}: model_type {config.get('model_type')!r}: expected 'marian'; give the folder of a Marian model")
+        raise UserError(f"{at}: model_type {_shown(config.get('model_type'))}: expected 'marian'; give the folder of a Marian model")
     _check(at, config, OF_HUB)
     sizes = dict(d_model=_of(at, config, 'd_model'), layers=_of(at, config, 'encoder_layers'),
                  decoder_layers=_of(at, config, 'decoder_layers'), d_ff=_of(at, config, 'encoder_ffn_dim'),
@@ -197,6 +197,7 @@ def _read_hub(folder):
                         'or get the file again') from error
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith('embed_positions.weight')}
     tensors.setdefault('final_logits_bias', _zeros(1, len(ids)))
+    _check_layers(path, sizes, tensors)
     names = {}
     for side, layer, ours, theirs, _ in _layers(sizes):
         names[f'{side}.{layer}.{ours}'] = f'model.{side}.layers.{layer}.{theirs}', False
@@ -230,11 +231,12 @@ def _read_marian(folder, path):
         found = _json(at)
     else:
         at, found = lists[0], _yaml(lists[0], _bytes(lists[0]).decode(errors='replace'))
-    rows = len(tensors['Wemb']) if 'Wemb' in tensors else 0
+    rows = len(tensors['Wemb']) if 'Wemb' in tensors and tensors['Wemb'].ndim else 0
     found = {token: id for token, id in found.items() if not (token == '<pad>' and id == rows)}      # added by Hugging Face
     ids = _vocabulary(at, found, rows)
     if '</s>' not in ids:
         raise UserError(f'{at}: has no token </s>; get the files of the model again')
+    _check_layers(path, sizes, tensors)
     names = {}
     for side, layer, ours, _, theirs in _layers(sizes):
         names[f'{side}.{layer}.{ours}'] = f'{side}_l{layer + 1}_{theirs}', True
@@ -274,7 +276,7 @@ def _embedding(path, tensors):
 def _check(path, config, required):
     for name, (value, absent) in required.items():
         if (got := config.get(name, absent)) != value:
-            raise UserError(f'{path}: {name} {got!r}: expected {value!r}; other kinds of models cannot be converted')
+            raise UserError(f'{path}: {name} {_shown(got)}: expected {value!r}; other kinds of models cannot be converted')
 
 
 def _of(path, config, name, below=None):
@@ -285,21 +287,33 @@ def _of(path, config, name, below=None):
     least = 1 if below is None else 0
     if not isinstance(value, int) or value < least or below is not None and value >= below:
         upper = '' if below is None else f' and below {below}, the size of the vocabulary'
-        raise UserError(f'{path}: {name} {value!r}: expected a whole number of at least {least}{upper}; get the file again')
+        raise UserError(f'{path}: {name} {_shown(value)}: expected a whole number of at least {least}{upper}; get the file again')
     return value
 
 
 def _activation(path, name, value, known):
-    if value not in known:
-        raise UserError(f'{path}: {name} {value!r}: expected one of {", ".join(known)}')
+    if not isinstance(value, str) or value not in known:
+        raise UserError(f'{path}: {name} {_shown(value)}: expected one of {", ".join(known)}')
     return known[value]
+
+
+def _shown(value):
+    """Return the text of a setting for a message.  The text of a list may be endless: aliases of YAML repeat parts of it."""
+    return repr(value)[:100] if isinstance(value, str | int | float | None) else f'of type {type(value).__name__}'
+
+
+def _check_layers(path, sizes, tensors):
+    """Raise UserError for more layers than tensors: a number of a damaged file would take hours."""
+    if (layers := sizes['layers'] + sizes['decoder_layers']) > len(tensors):
+        raise UserError(f'{path}: {layers} layers and {len(tensors)} tensors: expected several tensors a layer; get all files '
+                        'from the same model')
 
 
 def _vocabulary(path, ids, rows):
     """Return {token: row of the embedding}.  UserError unless there is one token for each row."""
     try:
         ids = {token: int(id) for token, id in ids.items()}
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f'{path}: expected one number per token ({error}); get the file again') from error
     if len(ids) != rows:
         raise UserError(f'{path}: holds {len(ids)} tokens, and the embedding has {rows} rows; '
@@ -331,7 +345,7 @@ def _bytes(path):
 def _json(path):
     try:
         value = json.loads(_bytes(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'{path}: not JSON ({error}); get the file again') from error
     if not isinstance(value, dict):
         raise UserError(f'{path}: expected a JSON object, got {type(value).__name__}; get the file again')
@@ -346,7 +360,7 @@ def _yaml(path, text):
         raise UserError(f'{path}: contains YAML, and PyYAML is not installed: install it with: pip install pyyaml') from error
     try:
         value = yaml.load(text, getattr(yaml, 'CBaseLoader', yaml.BaseLoader))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:      # without libyaml, deep nesting ends in a RecursionError
         raise UserError(f'{path}: damaged YAML ({error}); get the file again') from error
     if not isinstance(value, dict):
         raise UserError(f'{path}: expected a YAML mapping, got {type(value).__name__}; get the file again')

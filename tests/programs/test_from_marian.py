@@ -412,6 +412,12 @@ def pickled(folder):
     (lambda folder: edit_json(folder / 'config.json', encoder_attention_heads=5, decoder_attention_heads=5),
      '--heads 5: expected a divisor of --d-model 32'),
     (lambda folder: (folder / 'config.json').write_text('{'), 'config.json: not JSON .*; get the file again'),
+    (lambda folder: (folder / 'vocab.json').write_text('[' * 200_000), 'vocab.json: not JSON .*recursion.*; get the file'),
+    (lambda folder: edit_json(folder / 'config.json', activation_function=['relu']),
+     'config.json: activation_function of type list: expected one of swish, silu, relu, gelu'),
+    (lambda folder: edit_json(folder / 'config.json', encoder_layers=10 ** 9),
+     r'model.safetensors: 1000000003 layers and \d+ tensors: expected several tensors a layer'),
+    (lambda folder: edit_json(folder / 'vocab.json', **{'<pad>': float('inf')}), 'vocab.json: expected one number per token'),
     (without_a_token, r'vocab.json: holds \d+ tokens, and the embedding has \d+ rows; get all files from the same model'),
     (lambda folder: edit_json(folder / 'vocab.json', **{'<pad>': 3}), r'vocab.json: expected the ids 0 to \d+, each once'),
     (lambda folder: (folder / 'source.spm').write_bytes(b'text'),
@@ -452,6 +458,17 @@ def test_what_is_refused_of_the_layout_of_marian(marian, settings, want, capsys)
     folder, model = marian
     to_npz(model, folder / 'model.npz', **settings)
     refused(folder, want, capsys)
+
+
+@pytest.mark.parametrize('loader', ['CBaseLoader', 'BaseLoader'])
+def test_a_yaml_text_of_deep_or_repeated_lists_is_refused_with_a_short_line(loader, monkeypatch):
+    yaml = pytest.importorskip('yaml')
+    monkeypatch.setattr(yaml, 'CBaseLoader', getattr(yaml, loader), raising=False)
+    with pytest.raises(UserError, match='file: damaged YAML .*depth'):
+        from_marian._yaml('file', 'a: ' + '[' * 20_000)
+    text = 'a0: &a0 [x, x]\n' + ''.join(f'a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n' for n in range(1, 60)) + 'type: *a59'
+    with pytest.raises(UserError, match="^file: type of type list: expected 'transformer'"):
+        from_marian._check('file', from_marian._yaml('file', text), from_marian.OF_MARIAN)
 
 
 def test_files_that_are_not_a_model_are_refused(marian, capsys):
