@@ -133,6 +133,7 @@ def proof(timeline: Timeline, again: Timeline, start: int, end: int) -> tuple[st
 
 def rewind(options: Namespace) -> int:
     """Repeat a step, print its tensors, and return the exit status: 1 if a loss differs from the recorded one."""
+    from pyops.inspect.flags import UnknownLayer
     from pyops.inspect.logs import Logs
     timeline = Timeline(options.folder)
     timeline.check(options.step)
@@ -142,8 +143,12 @@ def rewind(options: Namespace) -> int:
         dump, run = Path(options.save or Path(work) / 'tensors').resolve(), Path(work) / 'run'
         run.mkdir()
         layers = ['--save-layers', ','.join(dict.fromkeys(layer for layer, _ in names))] if names else []
-        repeat(timeline, start, path, options.step + 1, run,
-               ['--save-tensors', str(dump), '--save-steps', str(options.step), '--save-max', '1T', *layers])
+        try:
+            repeat(timeline, start, path, options.step + 1, run,
+                   ['--save-tensors', str(dump), '--save-steps', str(options.step), '--save-max', '1T', *layers])
+        except UnknownLayer as error:
+            text = next((text for text in options.show if text.startswith(error.pattern)), error.pattern)
+            raise UserError(f"--show '{text}': {error.pattern} {error.found}") from None
         text, is_equal = proof(timeline, Timeline(run), start, options.step + 1)
         print(f'from {path or "the start of the run"}\n{text}')
         entries = [entry for entry in Logs(dump).entries if entry.step == options.step]

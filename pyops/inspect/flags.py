@@ -18,6 +18,14 @@ STEPS = '0:100:10'
 FOLDER = './tensor_logs'
 
 
+class UnknownLayer(UserError):
+    """A pattern fits no layer.   pattern: of the flag;  found: the rest of the text, with names that are near"""
+
+    def __init__(self, pattern: str, found: str) -> None:
+        super().__init__(f'--save-layers {pattern}: {found}')
+        self.pattern, self.found = pattern, found
+
+
 class Wanted(NamedTuple):
     """Tensors to save: folder, layer name patterns, steps, limit in bytes (and as given), file format."""
     folder: str
@@ -28,15 +36,15 @@ class Wanted(NamedTuple):
     as_: str
 
     def choose(self, names: list[str]) -> list[str]:
-        """Return the layer names that match a pattern, in their order.  UserError if a pattern matches none."""
+        """Return the layer names that match a pattern, in their order.  UnknownLayer if a pattern matches none."""
         chosen = set()
         for pattern in self.patterns:
             fits = fnmatch.filter(names, pattern)
             if not fits:
                 parts = [f'{pattern}.*'] if any(name.startswith(f'{pattern}.') for name in names) else []
                 near = parts + (difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3])
-                raise UserError(f'--save-layers {pattern}: fits none of the {len(names)} layers; '
-                                f'there are, among others, {", ".join(near)}')
+                raise UnknownLayer(pattern, f'fits none of the {len(names)} layers; '
+                                   f'there are, among others, {", ".join(near)}')
             chosen.update(fits)
         return [name for name in names if name in chosen]
 

@@ -69,6 +69,9 @@ def test_tensors_are_shown_by_their_names_in_a_dump_or_as_operands_of_products(t
     (entry,) = (entry for entry in Logs(trained / 'dump').entries
                 if (entry.layer, entry.name, entry.step) == (layer, 'input', step))
     assert third == f'{layer} forward input, step {step} {entry.shape} : {rewind.describe(entry.load())}'
+    assert status_of('rewind', run, '--step', step, '--show', f'{layer} input', '--show', 'encoder.0.q wgrad.g') == 2
+    assert "--show 'encoder.0.q wgrad.g': encoder.0.q fits none of the " in (found := capsys.readouterr().err)
+    assert 'among others, encoder.0.self_attention.q' in found and '--save-layers' not in found
     assert status_of('rewind', run, '--step', step, '--show', f'{layer} nothing') == 2
     assert f"--show '{layer} nothing': no such tensor; the layer has '{layer} input'" in capsys.readouterr().err
     assert status_of('rewind', run, '--step', step, '--show', 'nothing') == 2
