@@ -12,11 +12,10 @@ from pathlib import Path
 
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser
-from scripts.generated import paragraph, update
+from scripts.generated import paragraph
+from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.coverage'
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / 'docs' / 'reliability.md'
 # Branches that the op table does not take: their files, a part of their line (both regular expressions), and the reason.
 REASONS = [
     ('', r'pyops_scratch|failed|NO_MEMORY|no_memory|if \(!?(scratch|spare|parts|work|packed)\b|&& (scratch|parts|spare)\b'
@@ -55,7 +54,7 @@ def main(argv=None):
     (args.folder / 'uncovered.txt').write_text(''.join(
         f'{file}:{line}: {source(file, line)}\n' for file, line in sorted(open_branches(lines, branches))))
     if args.save:
-        update(PAGE, 'coverage', f'By {args.tests}, on {args.isa}:\n\n{text}', f'python -m {PROGRAM} {args.folder} --save')
+        write('coverage', f'By {args.tests}, on {args.isa}:\n\n{text}', f'python -m {PROGRAM} {args.folder} --save')
     return 0
 
 

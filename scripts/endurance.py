@@ -21,11 +21,9 @@ from typing import NamedTuple
 
 from pyops.errors import Interrupted, UserError, exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
-from scripts.generated import update
+from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.endurance'
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / 'docs' / 'reliability.md'
 SENTENCES = 'Go on.', 'Help me!', 'I am well.', 'Tom is here.'
 EPOCHS = 3
 WARM_UP = 1 / 5                 # of the time; caches and memory pools grow in it
@@ -190,7 +188,7 @@ def main(argv=None):
     found = result(run(60 * args.minutes, args.threads))
     print(table(found, args.threads), end='')
     if args.save:
-        update(PAGE, 'endurance', table(found, args.threads), f'python -m {PROGRAM} --save')
+        write('endurance', table(found, args.threads), f'python -m {PROGRAM} --save')
     for problem in found.problems():
         print(f'problem : {problem}')
     return int(bool(found.problems()))

@@ -16,11 +16,9 @@ from pathlib import Path
 
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, non_negative_int, positive_int
-from scripts.generated import update
+from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.faults'
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / 'docs' / 'reliability.md'
 KILL, CUT, FILE, MEMORY = 'SIGKILL', 'power cut', 'a file call fails', 'an allocation fails'
 
 
@@ -148,7 +146,7 @@ def main(argv=None):
     tried, wrong = run(args.rounds, args.seed)
     print(table(tried, wrong, args.seed), end='')
     if args.save:
-        update(PAGE, 'faults', table(tried, wrong, args.seed), f'python -m {PROGRAM} --save')
+        write('faults', table(tried, wrong, args.seed), f'python -m {PROGRAM} --save')
     return int(bool(wrong.total()))
 
 

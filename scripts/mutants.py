@@ -6,15 +6,13 @@
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser
-from scripts.generated import paragraph, update
+from scripts.generated import paragraph
+from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.mutants'
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / 'docs' / 'reliability.md'
 # Outputs with mutants that the op table does not reject, and the reason.
 EXPLAINED = {
     'batch_norm_forward.running_mean': 'written in training only, which tests/ops/test_ops.py compares with PyTorch',
@@ -60,7 +58,7 @@ def main(argv=None):
     kernels = len(args.kernels or mutants.launches().rows)
     print(f'{killed.total()} of {tried.total()} mutants of {kernels} kernels killed in {time.perf_counter() - start:.0f} s')
     if args.save:
-        update(PAGE, 'mutants', table(kernels, tried, killed, survivors), f'python -m {PROGRAM} --save')
+        write('mutants', table(kernels, tried, killed, survivors), f'python -m {PROGRAM} --save')
     return int(any(f'{mutant.kernel}.{mutant.output}' not in EXPLAINED for mutant in survivors))
 
 

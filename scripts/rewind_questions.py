@@ -12,11 +12,9 @@ from pathlib import Path
 
 from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser, non_negative_int, positive_int
-from scripts.generated import update
+from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.rewind_questions'
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / 'docs' / 'reliability.md'
 EPOCHS = 6
 
 
@@ -89,7 +87,7 @@ def main(argv=None):
             f'a checkpoint and {args.questions - resumed} from the start: {len(wrong)} answers have other bits.\n')
     print(text, end='')
     if args.save:
-        update(PAGE, 'questions', text, f'python -m {PROGRAM} --save')
+        write('questions', text, f'python -m {PROGRAM} --save')
     return int(bool(wrong))
 
 

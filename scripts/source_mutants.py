@@ -12,15 +12,13 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
 
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, non_negative_int
-from scripts.generated import paragraph, update
+from scripts.generated import paragraph
+from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.source_mutants'
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / 'docs' / 'reliability.md'
 # Survivors that change no result, and the reason: files, a part of the line, a part of the change.
 EQUIVALENT = [
     ('batch_norm.c', 'v < 0.0f ?', '', 'both values are 0'),
@@ -110,9 +108,9 @@ def main(argv=None):
     print(f'{killed} of {killed + len(open_)} changes rejected; {counts["equal"]} with equal object code, '
           f'{counts["invalid"]} that do not compile; {len(drawn)} in all, in {time.perf_counter() - start:.0f} s')
     if args.save and args.barriers:
-        update(PAGE, 'barriers', barrier_text(results, len(drawn)), f'python -m {PROGRAM} --barriers --save')
+        write('barriers', barrier_text(results, len(drawn)), f'python -m {PROGRAM} --barriers --save')
     elif args.save:
-        update(PAGE, 'source mutants', table(args, len(build.files), results, len(drawn)), f'python -m {PROGRAM} --save')
+        write('source mutants', table(args, len(build.files), results, len(drawn)), f'python -m {PROGRAM} --save')
     return int(any(not reason_of(mutation) for mutation in open_))
 
 

@@ -1,12 +1,15 @@
-"""Figures of docs/reliability.md that add up over runs: no two runs have a seed in common."""
+"""Figures of docs/reliability.md, with date and machine; those that add up over runs: no two runs have a seed in common."""
+import datetime
 import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from pyops.doctor import cpu_name
 from pyops.errors import UserError
 from pyops.flags import non_negative_int
-from scripts.generated import text, update
+from scripts.generated import paragraph, text, update
+from scripts.workers import cores
 
 ROOT = Path(__file__).resolve().parents[1]
 _PAGE = 'docs/reliability.md'
@@ -76,4 +79,16 @@ def first_seed(args, name):
 def save(args, name, found, command):
     """With --save, add figures to those of the page.   found: has + and str(); its class reads a text with read(text)"""
     if args.save:
-        update(args.page, name, str(type(found).read(text(args.page, name)) + found), command)
+        write(name, str(type(found).read(text(args.page, name)) + found), command, args.page)
+
+
+def write(name, figures, command, page=PAGE):
+    """Replace the figures of the page with this name, a text that ends in a newline, and add when and where they were found.
+    command: the command line that writes them"""
+    update(page, name, f'{figures}\n{stamp()}\n', command)
+
+
+def stamp():
+    """Return the date and the machine of a run that ends now."""
+    count = cores()
+    return paragraph(f'Saved on {datetime.date.today()}; the machine: {cpu_name()}, {count} core{"s" * (count != 1)}.')

@@ -1,5 +1,7 @@
 """Figures that add up over runs, and the processes that find them: nothing is lost or counted twice."""
+import datetime
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -51,7 +53,20 @@ def test_counts_of_programs_add_up():
 @pytest.mark.parametrize('name, kind', [('soak', soak.Counts), ('fuzz', fuzz.Counts)])
 def test_a_run_can_be_added_to_the_page(name, kind):
     text = generated.text(PAGE, name)
-    assert str(kind.read(text)) == text
+    assert re.sub(r'\nSaved on .*\n', '', text) == str(kind.read(text))
+
+
+def test_figures_have_the_date_and_the_machine_of_the_run_that_saved_them_last(tmp_path, monkeypatch):
+    page = tmp_path / 'page.md'
+    page.write_text('<!-- soak -->\n<!-- /soak -->\n')
+    monkeypatch.setattr(totals, 'cpu_name', lambda: 'a CPU')
+    monkeypatch.setattr(totals, 'cores', lambda: 2)
+    counts = soak.Counts(FIRST, 20, 9, 100, 1, ('cpu avx2',))
+    for _ in range(2):
+        totals.write('soak', str(counts), 'make soak', page)
+        text = generated.text(page, 'soak')
+        assert text == f'{counts}\nSaved on {datetime.date.today()}; the machine: a CPU, 2 cores.\n'
+        assert soak.Counts.read(text) == counts
 
 
 def test_the_commit_of_a_run_says_whether_the_sources_were_changed(tmp_path, monkeypatch):
