@@ -66,6 +66,7 @@ class Application:
         self._routes = {route.path for route in routes}
         handlers: Any = {HTTPException: self._http_error, Refused: self._refused}
         self._inner = Starlette(routes=routes, exception_handlers=handlers)
+        self._inner.router.redirect_slashes = False         # its redirects go to the host that the client names
 
     # ---- routes ----------------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,8 @@ def test_a_body_that_is_announced_as_too_large_is_not_asked_for(server):
 
 
 @pytest.mark.parametrize('method, path, status, line', [
-    ('GET', '/nowhere', 404, 'no such page; see /docs'), ('GET', '/translate', 405, 'GET: expected POST'),
+    ('GET', '/nowhere', 404, 'no such page; see /docs'), ('POST', '/translate/', 404, 'no such page; see /docs'),
+    ('GET', '/translate', 405, 'GET: expected POST'),
     ('GET', '/static/..%2fapi.py', 404, 'no such page; see /docs'), ('GET', '/static/api.py', 404, 'no such file'),
     ('GET', '/static/%00', 404, 'no such file'), ('DELETE', '/health', 405, 'DELETE: expected ')])
 def test_other_paths_and_methods_are_refused_in_json(server, method, path, status, line):
