@@ -1,7 +1,8 @@
 """The HTTP server, uvicorn's, with limits of its own for connections.
 
 uvicorn bounds the size of a head, but no time except an idle connection's.  Here a connection is closed if its request
-does not arrive in time, if its client does not read the answer, or if there are too many; and all errors are JSON.
+does not arrive in time, or if its client does not read the answer.  If there are too many, the one that has waited longest
+for its client makes room for the next, so stalled clients cannot keep others out.  All errors are JSON.
 """
 from __future__ import annotations
 
@@ -47,26 +48,39 @@ class Connection(H11Protocol):
         self._timing, self._report = timing, report
         self._reading_since: float | None = None        # the start of a head, or of the rest of a body after its answer
         self._stuck_since: float | None = None          # the client does not take the answer, or the last part of it
+        self._used = time.monotonic()                   # when it was made, a head began, or an answer ended
 
     @property
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def waits_since(self) -> float | None:
+        """When the connection began to wait for its client: for a head, a body, the next request, or until the answer is taken.
+
+        None while a request is worked on, and while the connection closes.
+        """
+        if self.transport.is_closing():
+            return None
+        if self.flow.write_paused:
+            return self._used if self._stuck_since is None else self._stuck_since
+        return None if self._is_busy and not self.cycle.more_body else self._used
+
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._reading_since = time.monotonic()
+        self._reading_since = self._used
         if len(self.connections) > self._timing.connections:
-            self._refuse(503, 'too many connections; try again later', 'Retry-After: 1\r\n')
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_busy:
             self._reading_since = None
         elif self._reading_since is None:
-            self._reading_since = time.monotonic()
+            self._reading_since = self._used = time.monotonic()
 
     def on_response_complete(self) -> None:
-        self._reading_since = None
+        self._reading_since, self._used = None, time.monotonic()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -88,6 +102,17 @@ class Connection(H11Protocol):
         self._stuck_since = None
         if not self._is_busy and self._reading_since is not None and now - self._reading_since > self._timing.read:
             self._refuse(408, f'the request did not arrive within {self._timing.read:g} seconds')
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for its client, or this new one if all others are worked on."""
+        waiting = {other: since for other in self.connections if (since := other.waits_since) is not None}
+        oldest = min(waiting, key=waiting.__getitem__)
+        if oldest.flow.write_paused:
+            oldest.transport.abort()
+        elif oldest.cycle is not None and oldest._reading_since is None and not oldest._is_busy:
+            oldest.transport.close()                    # between two requests: its client expects no answer
+        else:
+            oldest._refuse(503, 'too many connections; try again later', 'Retry-After: 1\r\n')
 
     def _refuse(self, status: int, line: str, headers: str = '') -> None:
         """Answer without h11, which may be in any state, and close the connection."""

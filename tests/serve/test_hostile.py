@@ -178,16 +178,61 @@ def test_requests_in_one_packet_are_answered_in_order(server):
     assert found == model().translate(texts) and answer.count(b'HTTP/1.1 200') == 6
 
 
-def test_a_connection_more_than_the_limit_is_refused_with_503():
-    with running(timing=Timing(connections=3, shutdown=5)) as server:
+def test_stalled_connections_make_room_for_others_the_one_that_waits_longest_first():
+    """Their time is not up: as many as the server takes wait for the rest of a head or a body, or between two requests."""
+    with running(timing=Timing(connections=6, shutdown=5)) as server:
+        sent = [b'', b'GET / HTTP/1.1\r\n', request(BODY)[:-3], b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n', CHUNKED, b'GET /']
+        clients = []
+        for number, data in enumerate(sent, 1):
+            clients.append(connect(server.port))
+            clients[-1].sendall(data)
+            if number == 4:
+                answer = b''
+                while not answer.endswith(b'}'):                # then it may send another request
+                    answer += clients[-1].recv(1 << 16)
+            until(lambda n=number: len(server.server.server_state.connections) == n)
+        for number, client in enumerate(clients[:6]):
+            assert post(server.port, {'text': 'Go.'})[0] == 200
+            until(lambda: len(server.server.server_state.connections) == 5)
+            answer = read_all(client)
+            if number == 3:
+                assert answer == b'', 'its client awaits no answer'
+            else:
+                assert answer.startswith(b'HTTP/1.1 503 ') and b'\r\nRetry-After: 1\r\n' in answer
+                assert json.loads(answer.partition(b'\r\n\r\n')[2]) == {'error': 'too many connections; try again later'}
+            client.close()
+            clients.append(connect(server.port))
+            until(lambda: len(server.server.server_state.connections) == 6)
+        for client in clients:
+            client.close()
+
+
+def test_a_connection_more_than_the_limit_is_refused_with_503_while_all_others_are_worked_on():
+    held = Held()
+    with running(held, timing=Timing(connections=3, shutdown=5)) as server:
         open_ones = [connect(server.port) for _ in range(3)]
-        until(lambda: len(server.server.server_state.connections) == 3)
+        for client in open_ones:
+            client.sendall(request(BODY, 'Connection: close'))
+        until(lambda: server.batcher.queued + sum(map(len, held.batches)) == 3)
         answer = answer_to(server.port)
         assert answer.startswith(b'HTTP/1.1 503 ') and b'\r\nRetry-After: 1\r\n' in answer and b'too many connections' in answer
+        held.go.set()
         for client in open_ones:
+            assert read_all(client).startswith(b'HTTP/1.1 200 ')
             client.close()
         until(lambda: not server.server.server_state.connections)
         assert ask(server.port, 'GET', '/health')[0] == 200
+
+
+def test_a_client_that_takes_no_answer_makes_room_for_others():
+    with running(timing=Timing(connections=1, shutdown=5)) as server, socket.socket() as client:
+        until(lambda: server.server.started)
+        server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(('127.0.0.1', server.port))
+        client.sendall(request(json.dumps({'texts': TEXTS[:100], 'beam': 4, 'nbest': 4, 'alignments': True}).encode()))
+        until(lambda: any(one.flow.write_paused for one in list(server.server.server_state.connections)))
+        assert post(server.port, {'text': 'Go.'})[0] == 200
 
 
 def test_stopping_does_not_wait_for_a_client_that_stalls():
