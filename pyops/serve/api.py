@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -137,8 +136,5 @@ def answer(translations: list[str], model: dict[str, str], seconds: float) -> st
 
 
 def _fields_of(translation: Translation) -> dict[str, Any]:
-    fields = output_fields(translation) | {'source': translation.source, 'unknown': list(translation.unknown),
-                                           'cut': translation.cut}
-    if not math.isfinite(fields['score']):          # JSON has no such number
-        fields['score'] = None
-    return fields
+    return output_fields(translation) | {'source': translation.source, 'unknown': list(translation.unknown),
+                                         'cut': translation.cut}

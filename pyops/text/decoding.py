@@ -357,13 +357,13 @@ class Search:
         for name in ('max_len', 'beam', 'nbest'):
             check_whole(name, getattr(self, name))
         if not isinstance(self.length_penalty, numbers.Real):
-            raise TypeError(f'length penalty: expected a number, got {self.length_penalty!r}')
+            raise TypeError(f'length_penalty: expected a number, got {self.length_penalty!r}')
         if not 1 <= self.beam <= LARGEST_BEAM:
             raise UserError(f'beam: expected 1 to {LARGEST_BEAM}, got {self.beam}')
         if not 1 <= self.nbest <= self.beam:
             raise UserError(f'nbest: expected 1 to the beam, {self.beam}, got {self.nbest}')
         if not 0 <= self.length_penalty <= LARGEST_PENALTY:
-            raise UserError(f'length penalty: expected a number from 0 to {LARGEST_PENALTY}, got {self.length_penalty}')
+            raise UserError(f'length_penalty: expected a number from 0 to {LARGEST_PENALTY}, got {self.length_penalty}')
         if self.max_len < 1:
             raise UserError(f'max_len: expected at least 1, got {self.max_len}')
 

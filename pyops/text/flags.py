@@ -171,9 +171,11 @@ def serving_parser(program, docstring=None):
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
                        help='a checkpoint, or a folder: its best or newest checkpoint (required)')
     group.add_argument('-i', '--input', metavar='FILE',
-                       help='translate the lines of a text in UTF-8, which may be a .gz file; -: standard input (default)')
+                       help='translate the lines of a text in UTF-8, which may be compressed with gzip; -: standard input '
+                       '(default)')
     group.add_argument('--skip-bad', action='store_true',
-                       help='print a blank line for a line that is not UTF-8, with a warning (default: end with an error)')
+                       help='print a blank line for a line that is not UTF-8 or longer than 1 MiB, with a warning (default: '
+                       'end with an error)')
     group.add_argument('--max-len', type=positive_int, metavar='N',
                        help='tokens of a translation, end mark included, at most (default: --num-steps of the training run)')
     group.add_argument('-b', '--batch-size', type=positive_int, metavar='N',
@@ -263,6 +265,8 @@ def parse_serving(parser, argv):
     for flag, given in ((f'--test {args.test}', args.test), (f'--input {args.input}', args.input is not None)):
         if given and args.sentence:
             parser.error(f'{flag}: expected no sentence, got {args.sentence[0]!r}; leave one of them out')
+    if args.input == '':
+        parser.error("--input '': expected a file, or - for standard input")
     if args.test and args.input is not None:
         parser.error(f'--test {args.test}: expected no --input; it translates held-out sentences')
     return args

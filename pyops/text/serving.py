@@ -4,7 +4,10 @@ Standard output has translations only, one line for each line of the input; all 
 """
 import contextlib
 import gc
+import io
 import json
+import math
+import select
 import sys
 import zlib
 from typing import NamedTuple
@@ -14,7 +17,12 @@ from pyops.flags import use_device
 from pyops.text.flags import LENGTH_PENALTY, serving_parser
 from pyops.text.preprocess import tokenize
 
-_CHUNK = 1 << 17        # most bytes read at once
+_CHUNK = 1 << 17        # most bytes read at once; more than the buffer of a file
+_LONGEST = 1 << 20      # most bytes of a line
+_WINDOW = 1 << 22       # most characters of a window; its last line may exceed them
+_BLOCK = 4096           # bytes that a writer sends at once if it does not wait for an answer to each line
+_PAUSE = 50             # milliseconds in which such a writer sends more
+_GZIP = b'\x1f\x8b'
 _WARNINGS = 10          # most lines that are named as too long
 
 
@@ -23,6 +31,8 @@ def translate(args, program):
     with _without_collections():
         use_device(args)
         translator = open_translator(args, program)
+    if args.max_len is not None and args.max_len > translator.num_steps:
+        raise UserError(f'--max-len {args.max_len}: expected 1 to {translator.num_steps}, the length of sentences in training')
     if args.alignments and not translator.model.attends:
         raise UserError(f'--alignments: {translator.path} has no attention; leave it out, or train seq2seq with --attention 1')
     if args.test:
@@ -84,7 +94,13 @@ def run(args, translator):
             session = Session(translator, args)
             return serve_terminal(session.answer, session.commands, session.words)
         return _translate_file(args, translator, sys.stdin.buffer, 'standard input')
-    with _opened(args.input) as file:
+    try:
+        file = open(args.input, 'rb')
+    except FileNotFoundError as error:
+        raise UserError(f'{args.input}: no such file; give a text, or - for standard input') from error
+    except OSError as error:
+        raise UserError(f'{args.input}: cannot be read ({error.strerror or error}); give another text') from error
+    with file:
         _translate_file(args, translator, file, args.input)
 
 
@@ -116,38 +132,108 @@ def _opened(path):
 
 
 def read_windows(file, name, most, skip_bad=False):
-    """Yield lists of at most `most` lines of a binary file, decoded from UTF-8: as many as can be read without waiting, at
-    least one.  So a pipe is answered line by line as long as its writer waits for the answers.
+    """Yield lists of at most `most` lines of a buffered binary file in UTF-8, which may be compressed with gzip.
 
-    A byte order mark and line ends are removed.  Raises UserError for a line that is not UTF-8, after the lines before it; with
-    skip_bad, it becomes '' after a warning on standard error.
+    A list has as many lines as can be read without waiting, at least one.  So a pipe is answered line by line as long as its
+    writer waits for the answers; a file is read in lists of `most` lines, fewer if they have more than _WINDOW characters.
+    A byte order mark and line ends are removed.  Raises UserError for a line that is not UTF-8 or longer than _LONGEST bytes,
+    after the lines before it; with skip_bad, it becomes '' after a warning on standard error.
     """
-    number, rest, is_open = 0, b'', True
-    while is_open:
-        try:
-            chunk = file.read1(_CHUNK)
-        except (EOFError, zlib.error, OSError) as error:
-            raise UserError(f'{name}: line {number + 1}: cannot be read ({error}); get the file again') from error
-        is_open = bool(chunk)
-        *lines, rest = (rest + chunk).split(b'\n') if is_open else [rest, b''] if rest else [b'']
-        window = []
-        for raw in lines:
-            number += 1
-            try:
-                window.append(raw.decode('utf-8-sig' if number == 1 else 'utf-8').rstrip('\r'))
-            except UnicodeDecodeError as error:
-                problem = f'{name}: line {number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})'
-                if not skip_bad:
-                    if window:
-                        yield window
-                    raise UserError(f'{problem}; convert it, or give --skip-bad for a blank line in its place') from None
-                print(f'warning: {problem}; its translation is blank', file=sys.stderr, flush=True)
-                window.append('')
-            if len(window) == most:
+    window, size = [], 0
+    try:
+        for line in _lines(file, name, skip_bad):
+            if line is not None:
+                window.append(line)
+                size += len(line)
+            if window and (line is None or len(window) == most or size > _WINDOW):
                 yield window
-                window = []
+                window, size = [], 0
+    except UserError:
         if window:
             yield window
+        raise
+    if window:
+        yield window
+
+
+def _lines(file, name, skip_bad):
+    """Yield the lines of a file as read_windows does, and None before a read that may wait for the writer."""
+    number = 0
+    for raw in _raw_lines(file, name):
+        number += raw is not None
+        try:
+            text = None if raw is None else _decoded(raw, 'utf-8-sig' if number == 1 else 'utf-8')
+        except ValueError as error:
+            problem, remedy = error.args
+            if not skip_bad:
+                raise UserError(f'{name}: line {number}: {problem}; {remedy}, or give --skip-bad for a blank line in '
+                                'its place') from None
+            print(f'warning: {name}: line {number}: {problem}; its translation is blank', file=sys.stderr, flush=True)
+            text = ''
+        yield text
+
+
+def _decoded(raw, encoding):
+    """Return a line as text.   ValueError(problem, remedy)"""
+    if len(raw) > _LONGEST:
+        raise ValueError(f'longer than {_LONGEST} bytes', 'divide it into sentences')
+    try:
+        return raw.decode(encoding).rstrip('\r')
+    except UnicodeDecodeError as error:
+        raise ValueError(f'not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})', 'convert it') from None
+
+
+def _raw_lines(file, name):
+    """Yield the lines of a file as bytes, of a line longer than _LONGEST only its start, and None before a read that may wait.
+
+    UserError if it cannot be read.
+    """
+    number, parts, size, chunk = 1, [], 0, b''                  # the parts of the line that has not ended
+    try:
+        file = _uncompressed(file)
+        waits = _waiting(file)
+        while True:
+            if chunk and waits(len(chunk)):
+                yield None
+            chunk = file.read1(_CHUNK)
+            if not chunk:
+                break
+            first, *others = chunk.split(b'\n')
+            if size <= _LONGEST:                                # the rest of a longer one is dropped
+                parts.append(first)
+                size += len(first)
+            if others:
+                yield b''.join(parts)
+                yield from others[:-1]
+                number, parts, size = number + len(others), [others[-1]], len(others[-1])
+    except (EOFError, zlib.error, OSError) as error:
+        raise UserError(f'{name}: line {number}: cannot be read ({error}); get the file again') from error
+    if size:
+        yield b''.join(parts)
+
+
+def _uncompressed(file):
+    """Return a binary file, which may be compressed with gzip, as one that is not."""
+    if file.peek(2)[:2] == _GZIP:
+        import gzip
+        return gzip.GzipFile(fileobj=file)
+    return file
+
+
+def _waiting(file):
+    """Return waits(size), for a file whose last read returned `size` bytes: whether the next one waits for the writer.
+
+    It returns False for a compressed file and one that is no file of the system, and, as poll does, for one on a disk.
+    """
+    try:
+        number = file.fileno() if isinstance(file, io.BufferedReader) else None
+    except OSError:
+        number = None
+    if number is None:
+        return lambda size: False
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return lambda size: not poll.poll(_PAUSE if size >= _BLOCK else 0)
 
 
 class Output:
@@ -201,15 +287,20 @@ def as_json(text, found):
     first = found[0]
     outputs = [output_fields(some) for some in found]
     return json.dumps(dict(source=text, tokens=first.source, cut=first.cut, unknown=first.unknown, translations=outputs),
-                      ensure_ascii=False)
+                      ensure_ascii=False, allow_nan=False)
 
 
 def output_fields(translation):
-    """Return text, score, tokens and, if there is one, the alignment of a Translation, for JSON."""
-    fields = dict(text=translation.text, score=round(translation.score, 6), tokens=translation.tokens)
+    """Return text, score, tokens and, if there is one, the alignment of a Translation, for JSON.  JSON has neither NaN nor
+    infinities, the scores of a model that has diverged: they become None."""
+    fields = dict(text=translation.text, score=_rounded(translation.score, 6), tokens=translation.tokens)
     if translation.alignment is not None:
-        fields['alignment'] = [[round(float(weight), 4) for weight in row] for row in translation.alignment]
+        fields['alignment'] = [[_rounded(float(weight), 4) for weight in row] for row in translation.alignment]
     return fields
+
+
+def _rounded(number, digits):
+    return round(number, digits) if math.isfinite(number) else None
 
 
 def test(args, translator):

@@ -322,7 +322,7 @@ def test_a_converted_model_translates_serves_and_is_scored(converted, tmp_path, 
     capsys.readouterr()
     translate.main(['-c', path, SENTENCES[0]])
     assert capsys.readouterr().out == f'{want}\n'
-    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(f'{SENTENCES[0]}\n'.encode())))
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BufferedReader(io.BytesIO(f'{SENTENCES[0]}\n'.encode()))))
     train.main(['-e', '0', '-c', path])
     assert capsys.readouterr().out == f'{want}\n'
     evaluate.main(['-c', path, '-f', 'embedded', '--first', '20', '--json', '--beam', '1'])

@@ -311,7 +311,7 @@ def test_the_answers_of_a_transformer(tmp_path, capsys, monkeypatch):
     assert answer.text == said and answer.unknown == ('zzz', 'now', 'with', 'and') and answer.cut == 4
     assert answer.tokens == [*vocabulary.words([4, 5]), '<eos>'] and answer.score is None
     monkeypatch.undo()
-    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'I sleep.\n\nGo!')))
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'I sleep.\n\nGo!'))))
     capsys.readouterr()
     transformer_train.main(['-e', '0', '-c', str(tmp_path)])
     first, blank, last = capsys.readouterr().out.splitlines()

@@ -86,7 +86,7 @@ def test_every_one_of_64_clients_gets_the_translations_of_its_texts():
     (b'{"text": "a", "beam": 5.0}', 422, 'beam: expected a whole number, got 5.0'),
     (b'{"text": "a", "beam": 33}', 422, 'beam: expected 1 to 32, got 33'),
     (b'{"text": "a", "nbest": 6}', 422, 'nbest: expected 1 to the beam, 5, got 6'),
-    (b'{"text": "a", "length_penalty": 1e400}', 422, 'length penalty: expected a number from 0 to 100, got inf'),
+    (b'{"text": "a", "length_penalty": 1e400}', 422, 'length_penalty: expected a number from 0 to 100, got inf'),
     (b'{"text": "a", "length_penalty": "1"}', 422, 'length_penalty: expected a number, got "1"'),
     (b'{"text": "a", "max_len": 1000}', 422, 'max_len: expected 1 to 9, the length of sentences in training, got 1000'),
     (b'{"text": "a", "max_len": 0}', 422, 'max_len: expected at least 1, got 0'),

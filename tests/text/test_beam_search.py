@@ -211,9 +211,9 @@ def test_nan_and_impossible_tokens_do_not_end_a_search():
     (dict(beam=0), 'beam: expected 1 to 32, got 0'), (dict(beam=33), 'beam: expected 1 to 32, got 33'),
     (dict(beam=3, nbest=4), 'nbest: expected 1 to the beam, 3, got 4'),
     (dict(nbest=0), 'nbest: expected 1 to the beam, 5, got 0'),
-    (dict(length_penalty=-0.1), 'length penalty: expected a number from 0 to 100, got -0.1'),
-    (dict(length_penalty=float('nan')), 'length penalty: expected a number from 0 to 100, got nan'),
-    (dict(length_penalty=101), 'length penalty: expected a number from 0 to 100, got 101'),
+    (dict(length_penalty=-0.1), 'length_penalty: expected a number from 0 to 100, got -0.1'),
+    (dict(length_penalty=float('nan')), 'length_penalty: expected a number from 0 to 100, got nan'),
+    (dict(length_penalty=101), 'length_penalty: expected a number from 0 to 100, got 101'),
     (dict(max_len=0), 'max_len: expected at least 1, got 0')])
 def test_settings_out_of_range_are_refused_in_one_line(settings, text):
     with pytest.raises(UserError, match=f'^{text}$'):

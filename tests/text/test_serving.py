@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER
@@ -15,6 +17,7 @@ from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER
 import pyops
 from pyops.errors import UserError
 from pyops.text import embedded, serving
+from pyops.text.translator import Translation
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
 from transformer import train as transformer_train
@@ -33,7 +36,7 @@ def folder(tmp_path_factory):
 
 def run(folder, *flags, data=b'', monkeypatch, capsys, program=transformer_translate):
     """Run a program with `data` on its standard input.  Return lines of standard output, and standard error."""
-    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(data)))
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))
     capsys.readouterr()
     program.main(['-c', folder, *flags])
     out, error = capsys.readouterr()
@@ -72,7 +75,7 @@ def test_a_file_may_be_compressed_whatever_its_name(name, translate, tmp_path):
     want, _ = translate('-', data=data)
     (tmp_path / name).write_bytes(data if name == 'in.txt' else gzip.compress(data))
     assert translate('-i', str(tmp_path / name)) == (want, '')
-    assert translate('-i', '-', data=data) == (want, '') and len(want) == len(TEXTS)
+    assert translate('-i', '-', data=(tmp_path / name).read_bytes()) == (want, '') and len(want) == len(TEXTS)
 
 
 def test_files_that_cannot_be_read_are_errors(translate, tmp_path):
@@ -95,16 +98,83 @@ def test_a_line_that_is_not_utf8_is_an_error_with_its_number_after_the_lines_bef
         want, 'warning: standard input: line 3: not UTF-8 (byte 0xe9 at position 4); its translation is blank\n')
 
 
-def test_windows_have_the_lines_that_are_there_and_at_most_so_many():
-    class Pipe:
-        def __init__(self, *chunks):
-            self.chunks = list(chunks)
+def windows(data, most, **flags):
+    return list(serving.read_windows(io.BufferedReader(io.BytesIO(data)), 'name', most, **flags))
 
-        def read1(self, size):
-            return self.chunks.pop(0) if self.chunks else b''
-    windows = list(serving.read_windows(Pipe(b'a\nb', b'c\nd', b'\n', b'e\nf\ng\nh\n', b'x', b'y'), 'name', 3))
-    assert windows == [['a'], ['bc'], ['d'], ['e', 'f', 'g'], ['h'], ['xy']]
-    assert list(serving.read_windows(Pipe(), 'name', 3)) == [] == list(serving.read_windows(Pipe(b''), 'name', 3))
+
+def test_windows_of_a_file_are_full_and_those_of_a_pipe_have_the_lines_that_are_there(tmp_path, monkeypatch):
+    data = ''.join(f'{n}\n' for n in range(10)).encode() + b'x'
+    want = [[*map(str, range(first, first + 4))] for first in (0, 4)] + [['8', '9', 'x']]
+    monkeypatch.setattr(serving, '_CHUNK', 5)                       # a window has lines of several reads
+    assert windows(data, 4) == want == windows(gzip.compress(data), 4) and windows(b'', 4) == []
+    for name, content in ('plain', data), ('compressed', gzip.compress(data)):
+        (tmp_path / name).write_bytes(content)
+        with open(tmp_path / name, 'rb') as file:
+            assert list(serving.read_windows(file, 'name', 4)) == want
+    reader, writer = os.pipe()
+    with open(reader, 'rb') as file, open(writer, 'wb', buffering=0) as pipe:
+        found = serving.read_windows(file, 'name', 4)
+        for sent, read in ((b'a\nb', ['a']), (b'c\nd\n', ['bc', 'd']), (b'\n', ['']), (data, want[0])):
+            pipe.write(sent)
+            assert next(found) == read
+        pipe.close()
+        assert list(found) == want[1:]
+
+
+def test_a_writer_that_sends_blocks_fills_windows(monkeypatch):
+    """Each block is there before the poll for it ends, which waits for a writer of blocks alone."""
+    waits = []
+
+    class Poll:
+        def register(self, number, events):
+            pass
+
+        def poll(self, milliseconds):
+            waits.append(milliseconds)
+            if milliseconds and len(waits) < 4:
+                os.write(writer, b'a' * 4999 + b'\n')
+                return [(reader, 1)]
+            return []
+    monkeypatch.setattr(serving.select, 'poll', Poll)
+    reader, writer = os.pipe()
+    with open(reader, 'rb') as file, open(writer, 'wb', buffering=0) as pipe:
+        found = serving.read_windows(file, 'name', 100)
+        pipe.write(b'b\n')
+        assert next(found) == ['b'] and waits == [0]
+        pipe.write(b'a' * 4999 + b'\n')
+        assert next(found) == ['a' * 4999] * 3 and waits == [0, serving._PAUSE, serving._PAUSE, serving._PAUSE]
+
+
+def test_windows_of_long_lines_have_fewer(monkeypatch):
+    monkeypatch.setattr(serving, '_WINDOW', 10)
+    assert windows(b'abcdef\n' * 5 + b'a\n' * 3, 4) == [['abcdef'] * 2, ['abcdef'] * 2, ['abcdef', 'a', 'a', 'a']]
+
+
+def test_a_line_without_end_is_refused_with_its_number_and_not_stored(monkeypatch, capsys):
+    """It has 64 MB, which once were copied for each part that was read."""
+    class Endless(io.RawIOBase):
+        left = 1 << 26
+
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            size = min(len(buffer), self.left)
+            buffer[:size] = b'a' * size
+            self.left -= size
+            return size
+    tracemalloc.start()
+    found = list(serving.read_windows(io.BufferedReader(Endless()), 'name', 4, skip_bad=True))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == [['']] and peak < 1 << 22
+    line = f'name: line 1: longer than {1 << 20} bytes; '
+    assert capsys.readouterr().err == f'warning: {line}its translation is blank\n'
+    monkeypatch.setattr(serving, '_LONGEST', 5)
+    assert windows(b'abcde\nabcdef\nabc', 4, skip_bad=True) == [['abcde', '', 'abc']]
+    with pytest.raises(UserError, match='^name: line 3: longer than 5 bytes; divide it into sentences, or give --skip-bad for '
+                                        'a blank line in its place$'):
+        windows(b'abcde\n\nabcdef\nabc', 4)
 
 
 def test_lines_that_are_too_long_are_named_the_first_ten_of_them(translate):
@@ -157,6 +227,16 @@ def test_json_has_an_object_for_each_line(folder, translate):
     assert objects[-1]['unknown'] == ['qwerty'] and objects[-1]['cut'] == 4 and objects[1]['translations'][0]['text'] == ''
 
 
+@pytest.mark.parametrize('score', [-np.inf, np.nan])
+def test_json_of_a_model_that_diverged_has_null_for_numbers_that_are_not_finite(score):
+    found = Translation('Va.', score, ['go', '.'], ['va', '.'], alignment=np.full((2, 2), np.nan, 'f'))
+
+    def constant(name):
+        raise AssertionError(name)
+    (one,) = json.loads(serving.as_json('Go.', [found]), parse_constant=constant)['translations']
+    assert one == dict(text='Va.', score=None, tokens=['va', '.'], alignment=[[None] * 2] * 2)
+
+
 def test_seq2seq_without_attention_refuses_alignments(tmp_path, monkeypatch, capsys):
     flags = dict(monkeypatch=monkeypatch, capsys=capsys, program=seq2seq_translate)
     seq2seq_train.main(['-e', '1', '-c', str(tmp_path / 'plain'), *TINY_SEQ2SEQ])
@@ -169,11 +249,17 @@ def test_seq2seq_without_attention_refuses_alignments(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize('flags, text', [
     (['-i', 'x', 'Go.'], "--input x: expected no sentence, got 'Go.'; leave one of them out"),
+    (['-i', ''], "--input '': expected a file, or - for standard input"),
     (['--test', '3', '-i', 'x'], '--test 3: expected no --input; it translates held-out sentences')])
 def test_flags_that_exclude_each_other_are_refused(flags, text, capsys):
     with pytest.raises(SystemExit):
         transformer_translate.main(['-c', 'nowhere', *flags])
     assert capsys.readouterr().err == f'python -m transformer.translate: error: {text}; see --help\n'
+
+
+def test_a_length_above_that_of_training_is_refused_by_the_name_of_its_flag(translate):
+    with pytest.raises(UserError, match='^--max-len 10: expected 1 to 9, the length of sentences in training$'):
+        translate('--max-len', '10', 'Go.')
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -208,13 +294,10 @@ def test_a_long_input_is_read_while_it_is_translated_and_progress_is_printed_on_
     clock = [0.0]
     monkeypatch.setattr(time, 'perf_counter', lambda: clock.__setitem__(0, clock[0] + 3) or clock[0])
 
-    class Pipe(io.BytesIO):
-        def read1(self, size):
-            return super().read1(20)
-    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(Pipe(b'Go now.\n' * 50)))
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'Go now.\n' * 320))))
     capsys.readouterr()
-    transformer_translate.main(['-c', folder, '--beam', '1'])
+    transformer_translate.main(['-c', folder, '--beam', '1', '-b', '2'])
     out, error = capsys.readouterr()
-    assert out.splitlines() == pyops.load(folder).translate(['Go now.'] * 50, beam=1)
+    assert out.splitlines() == pyops.load(folder).translate(['Go now.'] * 320, beam=1)
     assert all(line.startswith('translated [') and line.endswith(' lines/s)') for line in error.splitlines())
     assert len(error.splitlines()) > 3 and 'left' not in error

@@ -101,7 +101,7 @@ def test_settings_are_checked_when_translate_is_called_not_when_a_stream_is_read
     (dict(beam='5'), "beam: expected a whole number, got '5'"), (dict(beam=2.5), 'beam: expected a whole number, got 2.5'),
     (dict(nbest=1.0), 'nbest: expected a whole number, got 1.0'),
     (dict(max_len=1.5), 'max_len: expected a whole number, got 1.5'),
-    (dict(length_penalty='1'), "length penalty: expected a number, got '1'"),
+    (dict(length_penalty='1'), "length_penalty: expected a number, got '1'"),
     (dict(batch_size='8'), "batch_size: expected a whole number, got '8'")])
 def test_settings_of_another_type_are_refused_in_one_line(trained, settings, text):
     translator, texts = trained
