@@ -1,19 +1,23 @@
 """Time convolutions, pooling, batch norm, softmax and a training step of ResNet9 against PyTorch: python -m bench.convolution
 
-The contestants take turns.  On one thread, the default, a figure is the median of the CPU time of the calling thread, so other
-processes disturb it little.  With --threads it is the median of the elapsed time, for an idle machine.
+The contestants take turns, from the same weights.  On one thread, the default, a figure is the median of the CPU time of the
+calling thread, so other processes disturb it little.  With --threads it is the median of the elapsed time, for an idle machine.
+Results and gradients are compared before and after the timed turns: exit status 1 if they differ.
 """
-import gc
-import time
+import sys
 
 import numpy as np
 
-from pyops import backend, nn, optim
+from bench.turns import Comparison, Layer, add_layer_flags, contest, give_weights, prepare, print_title
+from pyops import nn, optim
 from pyops.autograd import Tensor
-from pyops.errors import UserError, exits_cleanly
-from pyops.flags import ArgumentParser, positive_int
+from pyops.errors import exits_cleanly
+from pyops.flags import ArgumentParser
 
 PROGRAM = 'bench.convolution'
+BATCH, LR = 128, 1e-3
+RESNET = f'training step of ResNet9, batch {BATCH}'
+LOSSES = 0.05           # tolerance of its losses: after hundreds of steps on one batch the weights differ by more than rounding
 
 # name: (shape of x, layer): the layer by name and arguments, which PyTorch's has, too
 LAYERS = {
@@ -45,55 +49,30 @@ def resnet9(nn, residual):
         nn.Flatten(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def medians(runs, seconds, clock=time.thread_time):
-    """Return the median time in seconds of each function, taking turns for about `seconds`, at least three times each.
+class TrainingSteps:
+    """Training steps of a net of either library on one batch: a call is a step, and returns the loss."""
 
-    clock: by default the CPU time of the calling thread.
-    """
-    times = [[] for _ in runs]
-    end = time.monotonic() + seconds
-    while time.monotonic() < end or len(times[0]) < 3:
-        for run, found in zip(runs, times, strict=True):
-            start = clock()
-            run()
-            found.append(clock() - start)
-    return [float(np.median(found)) for found in times]
+    def __init__(self, model, optimizer, loss_of, images, labels):
+        self.model, self.optimizer, self.loss_of, self.images, self.labels = model, optimizer, loss_of, images, labels
 
+    def __call__(self):
+        self.optimizer.zero_grad()
+        loss = self.loss_of(self.model(self.images), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss
 
-def forward_and_backward(layer, x, dy, with_backward):
-    """Return a function that runs a layer of pyops on Tensors."""
-    x, dy = Tensor(x, requires_grad=True), Tensor(dy)
-
-    def run():
-        y = layer(x)
-        if with_backward:
-            y.backward(dy)
-    return run
+    def results(self):
+        """Return the loss of one more step."""
+        return [self()]
 
 
-def of_torch(torch, layer, x, dy, with_backward):
-    """Return a function that runs a layer of PyTorch."""
-    x, dy = torch.tensor(x, requires_grad=True), torch.tensor(dy)
-
-    def run():
-        y = layer(x)
-        if with_backward:
-            y.backward(dy)
-    return run
-
-
-def training_steps(torch, batch):
-    """Return the training steps of ResNet9 in pyops and PyTorch on images of CIFAR-10's shape."""
+def resnets(torch, batch):
+    """Return the training steps of ResNet9 in pyops and PyTorch, with its fused Adam, on images of CIFAR-10's shape, from the
+    same weights."""
     rng = np.random.default_rng(0)
     x, labels = rng.standard_normal((batch, 3, 32, 32), 'f'), rng.integers(0, 10, batch).astype(np.int32)
-    model, loss_of = resnet9(nn, nn.Residual), nn.CrossEntropyLoss()
-    optimizer = optim.Adam(model.parameters(), lr=1e-3)
-    images, classes = Tensor(x), Tensor(labels)
-
-    def ours():
-        optimizer.zero_grad()
-        loss_of(model(images), classes).backward()
-        optimizer.step()
+    model = resnet9(nn, nn.Residual)
 
     class Residual(torch.nn.Module):
         def __init__(self, module):
@@ -103,52 +82,37 @@ def training_steps(torch, batch):
         def forward(self, x):
             return x + self.module(x)
     twin = resnet9(torch.nn, Residual)
-    adam = torch.optim.Adam(twin.parameters(), lr=1e-3)
-    twin_images, twin_classes = torch.tensor(x), torch.tensor(labels).long()
-
-    def theirs():
-        adam.zero_grad()
-        torch.nn.functional.cross_entropy(twin(twin_images), twin_classes).backward()
-        adam.step()
-    return ours, theirs
-
-
-def line(name, ours, theirs):
-    print(f'{name:46}{1e3 * ours:9.2f} ms{1e3 * theirs:9.2f} ms{theirs / ours:8.2f} x', flush=True)
+    give_weights(model, twin)
+    return (TrainingSteps(model, optim.Adam(model.parameters(), lr=LR), nn.CrossEntropyLoss(), Tensor(x), Tensor(labels)),
+            TrainingSteps(twin, torch.optim.Adam(twin.parameters(), lr=LR, fused=True), torch.nn.functional.cross_entropy,
+                          torch.tensor(x), torch.tensor(labels).long()))
 
 
 def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
-    p.add_argument('--seconds', type=float, default=2.0, metavar='S', help='for each line (default 2)')
-    p.add_argument('--only', default='', metavar='TEXT', help='only lines whose name contains this text')
-    p.add_argument('--threads', type=positive_int, default=1, metavar='N', help='of both (default 1)')
+    add_layer_flags(p)
     args = p.parse_args(argv)
-    try:
-        import torch
-    except ImportError:
-        raise UserError(f'{PROGRAM} compares with PyTorch, which is not installed: pip install torch') from None
-    gc.collect()
-    gc.freeze()             # the garbage collector would visit PyTorch's modules again and again
-    torch.set_num_threads(args.threads)
-    backend.set_threads(args.threads)
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
-    threads = f'{args.threads} thread{"s" * (args.threads > 1)}'
-    rng = np.random.default_rng(0)
-    about = f'{backend.isa()}, PyTorch {torch.__version__}, {threads}'
-    print(f'{about:46}{"pyops":>12}{"PyTorch":>12}{"ratio":>10}')
+    torch = prepare(args.threads)
+    rng, comparison = np.random.default_rng(0), Comparison(PROGRAM)
+    print_title(torch, args.threads)
     for name, (shape, layer, arguments, settings) in LAYERS.items():
+        names = {f'{name}{", backward" * with_backward}': with_backward for with_backward in (False, True)}
+        if not any(args.only in what for what in names):
+            continue
         x = rng.standard_normal(shape, 'f')
         ours, theirs = (getattr(library, layer)(*arguments, **settings) for library in (nn, torch.nn))
+        give_weights(ours, theirs)
         dy = rng.standard_normal(ours(Tensor(x)).shape, 'f')
-        for with_backward in (False, True):
-            what = f'{name}{", backward" if with_backward else ""}'
+        for what, with_backward in names.items():
             if args.only in what:
-                line(what, *medians([forward_and_backward(ours, x, dy, with_backward),
-                                     of_torch(torch, theirs, x, dy, with_backward)], args.seconds, clock))
-    if args.only in 'training step of ResNet9':
-        line('training step of ResNet9, batch 128', *medians(training_steps(torch, 128), args.seconds, clock))
+                contest(comparison, what, Layer(ours, Tensor(x, requires_grad=True), Tensor(dy) if with_backward else None),
+                        Layer(theirs, torch.tensor(x, requires_grad=True), torch.tensor(dy) if with_backward else None),
+                        args.seconds, args.threads)
+    if args.only in RESNET:
+        contest(comparison, RESNET, *resnets(torch, BATCH), args.seconds, args.threads, LOSSES)
+    return comparison.status()
 
 
 if __name__ == '__main__':
     with exits_cleanly(PROGRAM):
-        main()
+        sys.exit(main())

@@ -6,8 +6,8 @@
 
 The limits are measured first: peak FMA throughput for each instruction set and copy bandwidth, on one thread and on all.
 pyops, PyTorch and (for large products) numpy take turns; the table shows the median and the 20th and 80th percentiles.
+Results and gradients are compared before and after the timed turns: if they differ, the exit status is 1 and nothing is saved.
 """
-import importlib.util
 import os
 import subprocess
 import sys
@@ -18,25 +18,40 @@ import numpy as np
 
 from bench import results
 from bench.products import HEADS, ISAS, PRODUCTS, B, D, T, V, operands
+from bench.turns import TOLERANCE, Comparison, prepare
 from pyops.doctor import cpu_name
-from pyops.errors import UserError, exits_cleanly
+from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
 
 PROGRAM = 'bench.kernels'
-# All contestants share this process; the threads of each spin for milliseconds after a call and occupy the cores of the next
-# contestant.  With this they sleep sooner; OpenMP reads it when it is loaded.
-os.environ.setdefault('GOMP_SPINCOUNT', '3000')
 
 
 class Case(NamedTuple):
     """A case to time.  Either flops or nbytes is its amount of work, the other is 0; the nonzero one selects the limit.
-    theirs, numpy: the same in PyTorch and in numpy, if available."""
+    theirs, numpy: the same in PyTorch and in numpy, if available.  Each returns its results, a list of arrays to compare.
+    reset(): called before results are compared, so that they are those of a first call
+    of(results): what is compared, if not the results
+    tolerance: of what is compared, relative to the largest number
+    """
     name: str
     flops: float
     nbytes: float
     ours: object
     theirs: object
     numpy: object = None
+    reset: object = None
+    of: object = None
+    tolerance: float = TOLERANCE
+
+    def compare(self, comparison, when):
+        """Compare the results of all contestants."""
+        if self.reset:
+            self.reset()
+        of = self.of or list
+        ours = of(self.ours())
+        for who, run in (('PyTorch', self.theirs), ('numpy', self.numpy)):
+            if run:
+                comparison.compare(f'{self.name}, {who}', when, ours, of(run()), self.tolerance)
 
 
 def limits_of(isa, threads):
@@ -73,8 +88,8 @@ def gemm_cases(rng, torch):
         is_large = M * N * K >= 2**30                   # numpy uses threads for these too
         out = np.empty((M, N), np.float32) if is_large else None
         yield Case(name, 0 if reads_b else 2 * M * N * K, 4 * N * K if reads_b else 0,
-                   lambda c=c, a=a, b=b: backend.gemm(c, a, b), lambda x=x, w=w, y=y: torch.mm(x, w, out=y),
-                   (lambda a=a, b=b, out=out: np.matmul(a, b, out=out)) if is_large else None)
+                   lambda c=c, a=a, b=b: backend.gemm(c, a, b) or [c], lambda x=x, w=w, y=y: [torch.mm(x, w, out=y)],
+                   (lambda a=a, b=b, out=out: [np.matmul(a, b, out=out)]) if is_large else None)
 
 
 def op_cases(rng, torch):
@@ -100,13 +115,15 @@ def op_cases(rng, torch):
     tx, tl, labels32 = tensor(x), torch.from_numpy(labels), labels.astype(np.int32)
 
     def ours():
-        _, ctx = output.forward(x, labels32, dloss=one)
-        output.backward(one, ctx)
+        loss, ctx = output.forward(x, labels32, dloss=one)
+        return [loss, output.backward(one, ctx), p['weight'].grad, p['bias'].grad]
 
     def theirs():
         tx.grad = weight.grad = bias.grad = None
-        torch.nn.functional.cross_entropy(torch.nn.functional.linear(tx, weight, bias), tl).backward()
-    yield Case('output layer and loss, with gradients', 3 * 2 * T * B * D * V, 0, ours, theirs)
+        loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(tx, weight, bias), tl)
+        loss.backward()
+        return [loss.reshape(1), tx.grad, weight.grad, bias.grad]
+    yield Case('output layer and loss, with gradients', 3 * 2 * T * B * D * V, 0, ours, theirs, reset=p.zero_grads)
 
     # predict the most likely tokens
     with torch.no_grad():
@@ -114,24 +131,30 @@ def op_cases(rng, torch):
             rows = normal(R, D)
             trows, prepared = torch.from_numpy(rows), output.prepare()
             yield Case(f'likeliest of {V} words, {R} row{"s" * (R > 1)}', 2 * R * D * V, 0,
-                       lambda rows=rows, prepared=prepared: output.predict(rows, prepared),
-                       lambda trows=trows: torch.nn.functional.linear(trows, weight, bias).argmax(-1))
+                       lambda rows=rows, prepared=prepared: [output.predict(rows, prepared)],
+                       lambda trows=trows: [torch.nn.functional.linear(trows, weight, bias).argmax(-1)], tolerance=0.0)
 
     # a GRU layer
-    p, _ = parameters(w_ih=(3 * D, D), w_hh=(3 * D, D), b_ih=(3 * D,), b_hh=(3 * D,))
+    p, values = parameters(w_ih=(3 * D, D), w_hh=(3 * D, D), b_ih=(3 * D,), b_hh=(3 * D,))
     gru, module = ops.GRU(*(p[name] for name in p)), torch.nn.GRU(D, D)
+    with torch.no_grad():
+        for place, value in zip(module.parameters(), values, strict=True):
+            place.copy_(value)
     x, dh = normal(T, B, D), normal(T, B, D)
     tx, tdh = tensor(x), torch.from_numpy(dh)
 
     def ours_gru():
-        _, ctx = gru.forward(x)
-        gru.backward(dh, ctx)
+        h, ctx = gru.forward(x)
+        return [h, gru.backward(dh, ctx)[0], *(p[name].grad for name in p)]
 
     def theirs_gru():
         tx.grad = None
         module.zero_grad()
-        module(tx)[0].backward(tdh)
-    yield Case('gru 9 x 128 x 256, forward and backward', 3 * 2 * T * B * (2 * D) * 3 * D, 0, ours_gru, theirs_gru)
+        h = module(tx)[0]
+        h.backward(tdh)
+        return [h, tx.grad, *(parameter.grad for parameter in module.parameters())]
+    yield Case('gru 9 x 128 x 256, forward and backward', 3 * 2 * T * B * (2 * D) * 3 * D, 0, ours_gru, theirs_gru,
+               reset=p.zero_grads)
 
     # attention of four heads
     attention = ops.Attention(HEADS)
@@ -142,12 +165,14 @@ def op_cases(rng, torch):
         return x.view(T, B, HEADS, D // HEADS).permute(1, 2, 0, 3)
 
     def ours_attention():
-        _, ctx = attention.forward(q, k, v)
-        attention.backward(dy, ctx)
+        y, ctx = attention.forward(q, k, v)
+        return [y, *attention.backward(dy, ctx)]
 
     def theirs_attention():
         tq.grad = tk.grad = tv.grad = None
-        torch.nn.functional.scaled_dot_product_attention(split(tq), split(tk), split(tv)).backward(split(tdy))
+        y = torch.nn.functional.scaled_dot_product_attention(split(tq), split(tk), split(tv))
+        y.backward(split(tdy))
+        return [y.permute(2, 0, 1, 3).reshape(T, B, D), tq.grad, tk.grad, tv.grad]
     yield Case('attention 9 x 128 x 256, forward and backward', 0, 4 * 11 * T * B * D, ours_attention, theirs_attention)
 
     # layer norm
@@ -156,13 +181,15 @@ def op_cases(rng, torch):
     tx, tdy = tensor(x), torch.from_numpy(dy)
 
     def ours_norm():
-        _, ctx = norm.forward(x)
-        norm.backward(dy, ctx)
+        y, ctx = norm.forward(x)
+        return [y, norm.backward(dy, ctx), p['weight'].grad, p['bias'].grad]
 
     def theirs_norm():
         tx.grad = weight.grad = bias.grad = None
-        torch.nn.functional.layer_norm(tx, (D,), weight, bias).backward(tdy)
-    yield Case('layer norm 1152 x 256, forward and backward', 0, 4 * 5 * T * B * D, ours_norm, theirs_norm)
+        y = torch.nn.functional.layer_norm(tx, (D,), weight, bias)
+        y.backward(tdy)
+        return [y, tx.grad, weight.grad, bias.grad]
+    yield Case('layer norm 1152 x 256, forward and backward', 0, 4 * 5 * T * B * D, ours_norm, theirs_norm, reset=p.zero_grads)
 
 
 def pass_cases(rng, torch):
@@ -171,23 +198,41 @@ def pass_cases(rng, torch):
     n = 8_000_000                                               # floats: the size of seq2seq's parameters, larger than caches
     x, y, step, lr = rng.standard_normal(n, np.float32), backend.zeros(n), np.ones(1, np.int64), np.full(1, 1e-3, np.float32)
     one, tx, ty = np.ones(1, np.float32), torch.from_numpy(x.copy()), torch.empty(n)
-    yield Case('copy, 32 MB', 0, 8 * n, lambda: backend.launch('scale', y, x, one, n), lambda: ty.copy_(tx))
-    yield Case('dropout, 32 MB', 0, 8 * n, lambda: backend.launch('dropout', y, x, step, n, 0.2, 7),
-               lambda: torch.nn.functional.dropout(tx, 0.2))
-    m, v = backend.zeros(n), backend.zeros(n)
+    yield Case('copy, 32 MB', 0, 8 * n, lambda: backend.launch('scale', y, x, one, n) or [y], lambda: [ty.copy_(tx)],
+               tolerance=0.0)
+
+    def kept(results):
+        """Masks differ: the numbers as if all were kept, and the share that is."""
+        (dropped,) = (np.asarray(result) for result in results)
+        return [np.where(dropped, dropped, x / np.float32(0.8)), np.mean(dropped != 0)]
+    yield Case('dropout, 32 MB', 0, 8 * n, lambda: backend.launch('dropout', y, x, step, n, 0.2, 7) or [y],
+               lambda: [torch.nn.functional.dropout(tx, 0.2)], of=kept, tolerance=5e-3)
+    values, m, v = (backend.zeros(n) for _ in range(3))
     parameter = torch.nn.Parameter(tx.clone())
     parameter.grad = tx
     optimizer = torch.optim.Adam([parameter], 1e-3, fused=True)
-    yield Case('adam, 8 million parameters', 0, 7 * 4 * n,
-               lambda: backend.launch('adam', y, m, v, x, None, None, step, lr, n, 1.0, 0.9, 0.999, 1e-8, 0.0, 0),
-               optimizer.step)
+
+    def reset_adam():
+        values[:], m[:], v[:] = x, 0, 0
+        parameter.data.copy_(tx)
+        optimizer.state.clear()
+
+    def ours_adam():
+        backend.launch('adam', values, m, v, x, None, None, step, lr, n, 1.0, 0.9, 0.999, 1e-8, 0.0, 0)
+        return [values]
+
+    def theirs_adam():
+        optimizer.step()
+        return [parameter]
+    yield Case('adam, 8 million parameters', 0, 7 * 4 * n, ours_adam, theirs_adam, reset=reset_adam)
     table, ids = rng.standard_normal((V, D), np.float32), rng.integers(0, V, T * B).astype(np.int32)
     rows, ttable, tids = backend.empty((T * B, D)), torch.from_numpy(table), torch.from_numpy(ids).long()
     yield Case('embedding 1152 of 13387 x 256', 0, 8 * T * B * D,
-               lambda: backend.launch('embedding_forward', rows, table, ids, T * B, V, D),
-               lambda: torch.nn.functional.embedding(tids, ttable))
-    yield Case('bf16 and back, 32 MB', 0, 8 * n, lambda: formats.fake_quantize(x, 'bf16'), lambda: tx.bfloat16().float())
-    yield Case('mxfp8 and back, 32 MB', 0, 8 * n, lambda: formats.fake_quantize(x, 'mxfp8'), None)
+               lambda: backend.launch('embedding_forward', rows, table, ids, T * B, V, D) or [rows],
+               lambda: [torch.nn.functional.embedding(tids, ttable)], tolerance=0.0)
+    yield Case('bf16 and back, 32 MB', 0, 8 * n, lambda: [formats.fake_quantize(x, 'bf16')], lambda: [tx.bfloat16().float()],
+               tolerance=0.0)
+    yield Case('mxfp8 and back, 32 MB', 0, 8 * n, lambda: [formats.fake_quantize(x, 'mxfp8')], None)
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------------
@@ -222,14 +267,12 @@ def main(argv=None):
     p.add_argument('--seconds', type=positive_float, default=2.0, metavar='S', help='for each case (default 2)')
     p.add_argument('--save', action='store_true', help='append the figures to bench/results/kernels.jsonl')
     args = p.parse_args(argv)
-    if importlib.util.find_spec('torch') is None:
-        raise UserError(f'torch is not installed; install it with: {sys.executable} -m pip install torch')
-    import torch
-
+    # All contestants share this process; the threads of each spin for milliseconds after a call and occupy the cores of the
+    # next contestant.  With this they sleep sooner; OpenMP reads it when it is loaded.
+    os.environ.setdefault('GOMP_SPINCOUNT', '3000')
     from pyops import backend
     threads = args.threads or backend.threads()
-    backend.set_threads(threads)
-    torch.set_num_threads(threads)
+    torch = prepare(threads)
     found = roofline(threads)
     print(f'{cpu_name()}; {backend.isa()} is used, {threads} threads')
     for isa, by_threads in found.items():
@@ -238,24 +281,28 @@ def main(argv=None):
     flops, copy = found[backend.isa()][threads]
     print(f'\n{"":46}{"ours":>10} {"20 to 80 %":>24} {"":>14} {"of limit":>8} {"PyTorch":>11} {"ratio":>7} '
           f'{"numpy":>10} {"ratio":>7}')
-    rng, figures = np.random.default_rng(0), []
+    rng, figures, comparison = np.random.default_rng(0), [], Comparison(PROGRAM)
     for case in (case for make in (gemm_cases, op_cases, pass_cases) for case in make(rng, torch)):
         if args.words and not any(word in case.name for word in args.words):
             continue
         others = {name: run for name, run in (('torch', case.theirs), ('numpy', case.numpy)) if run}
+        case.compare(comparison, 'before')
         (low, median, high), *theirs = percentiles([case.ours, *others.values()], args.seconds)
+        case.compare(comparison, 'after')
         medians = {name: times[1] for name, times in zip(others, theirs, strict=True)}
         rate = (case.flops or case.nbytes) / median
         share = rate / (flops if case.flops else copy)
-        comparison = ' '.join(f'{shown(seconds)} {seconds / median:6.2f}x' for seconds in medians.values())
+        beside = ' '.join(f'{shown(seconds)} {seconds / median:6.2f}x' for seconds in medians.values())
         print(f'{case.name:46}{shown(median)} {shown(low):>11} - {shown(high)} {rate / 1e9:7.1f} '
-              f'{"GFLOP/s" if case.flops else "GB/s   "} {share:7.0%}  {comparison}', flush=True)
+              f'{"GFLOP/s" if case.flops else "GB/s   "} {share:7.0%}  {beside}', flush=True)
         figures.append({'name': case.name, 'seconds': median, 'p20': low, 'p80': high, 'share': share,
                         'unit': 'GFLOP/s' if case.flops else 'GB/s', 'rate': rate / 1e9} | medians)
-    if args.save:
+    status = comparison.status()
+    if args.save and not status:
         results.save('kernels', {'isa': backend.isa(), 'threads': threads, 'limits': found, 'cases': figures})
+    return status
 
 
 if __name__ == '__main__':
     with exits_cleanly(PROGRAM):
-        main()
+        sys.exit(main())

@@ -11,11 +11,11 @@ import time
 
 import numpy as np
 
-from bench.convolution import medians
+from bench.turns import medians
 from pyops import backend, ndarray
 from pyops.autograd import Tensor
 from pyops.errors import exits_cleanly
-from pyops.flags import ArgumentParser, positive_int
+from pyops.flags import ArgumentParser, positive_float, positive_int
 
 PROGRAM = 'bench.ndarray'
 
@@ -141,7 +141,7 @@ def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('--size', type=positive_int, default=4096, metavar='N', help='rows and columns (default 4096)')
     p.add_argument('--threads', type=positive_int, metavar='N', help='beside one (default: all cores)')
-    p.add_argument('--seconds', type=float, default=1.0, metavar='S', help='for each operation (default 1)')
+    p.add_argument('--seconds', type=positive_float, default=1.0, metavar='S', help='for each operation (default 1)')
     p.add_argument('--small', action='store_true', help='small arrays alone')
     args = p.parse_args(argv)
     if args.small:

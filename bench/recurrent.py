@@ -2,18 +2,17 @@
 
 Two layers on a batch of 16 sequences of 40 steps, forward and backward.  The contestants take turns; a figure is a median: with
 one thread of the CPU time of the calling thread, so other processes disturb it little, with more of the time that has passed.
+Both have the same weights; results and gradients are compared before and after the timed turns: exit status 1 if they differ.
 """
-import gc
-import time
+import sys
 
 import numpy as np
 
-from bench.contest import require
-from bench.convolution import line, medians
-from pyops import backend, nn
+from bench.turns import Comparison, Layer, add_layer_flags, contest, give_weights, prepare, print_title
+from pyops import nn
 from pyops.autograd import Tensor
 from pyops.errors import exits_cleanly
-from pyops.flags import ArgumentParser, positive_int
+from pyops.flags import ArgumentParser
 
 PROGRAM = 'bench.recurrent'
 T, B, H, LAYERS = 40, 16, 100, 2
@@ -30,38 +29,24 @@ CASES = {
 }
 
 
-def forward_and_backward(layer, x, dy):
-    """Return a function that runs a layer of either library: its output, and gradients from dy."""
-    def run():
-        layer(x)[0].backward(dy)
-    return run
-
-
 def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
-    p.add_argument('--seconds', type=float, default=2.0, metavar='S', help='for each line (default 2)')
-    p.add_argument('--only', default='', metavar='TEXT', help='only lines whose name contains this text')
-    p.add_argument('--threads', type=positive_int, default=1, metavar='N', help='default 1')
+    add_layer_flags(p)
     args = p.parse_args(argv)
-    require('torch')
-    import torch
-    gc.collect()
-    gc.freeze()             # the garbage collector would visit PyTorch's modules again and again
-    torch.set_num_threads(args.threads)
-    backend.set_threads(args.threads)
-    rng = np.random.default_rng(0)
-    title = f'{backend.isa()}, PyTorch {torch.__version__}, threads: {args.threads}'
-    print(f'{title:46}{"pyops":>12}{"PyTorch":>12}{"ratio":>10}')
+    torch = prepare(args.threads)
+    rng, comparison = np.random.default_rng(0), Comparison(PROGRAM)
+    print_title(torch, args.threads)
     for name, (layer, sizes, settings, needs_dx) in CASES.items():
         if args.only in name:
             x = rng.standard_normal((T, B, sizes[0]), 'f')
             dy = rng.standard_normal((T, B, H * (1 + settings.get('bidirectional', False))), 'f')
             ours, theirs = (getattr(library, layer)(*sizes, LAYERS, **settings) for library in (nn, torch.nn))
-            runs = [forward_and_backward(ours, Tensor(x, requires_grad=needs_dx), Tensor(dy)),
-                    forward_and_backward(theirs, torch.tensor(x, requires_grad=needs_dx), torch.tensor(dy))]
-            line(name, *medians(runs, args.seconds, time.thread_time if args.threads == 1 else time.perf_counter))
+            give_weights(ours, theirs)
+            contest(comparison, name, Layer(ours, Tensor(x, requires_grad=needs_dx), Tensor(dy)),
+                    Layer(theirs, torch.tensor(x, requires_grad=needs_dx), torch.tensor(dy)), args.seconds, args.threads)
+    return comparison.status()
 
 
 if __name__ == '__main__':
     with exits_cleanly(PROGRAM):
-        main()
+        sys.exit(main())

@@ -20,6 +20,7 @@ from ranks import needs_mpi
 
 from bench import (
     contest,
+    convolution,
     digits,
     eager,
     floor,
@@ -27,16 +28,20 @@ from bench import (
     gpu_check,
     kills,
     links,
+    recurrent,
     results,
     scaling,
     serve,
     table,
     train,
     translate,
+    turns,
 )
 from bench import files as bench_files
 from bench.contest import NAMES
 from bench.gpu_contest import Run
+from bench.kernels import main as kernels_main
+from bench.ndarray import main as ndarray_main
 from pyops import backend, quantization
 from pyops.data import idx, mnist
 from pyops.distributed import __main__ as command
@@ -276,7 +281,79 @@ def test_the_contest_of_eager_steps_compares_the_losses(torch, capsys, monkeypat
     assert first.startswith('20-8-4, batch 5, ') and [line.split('  ')[0] for line in lines] == ['pyops', 'PyTorch eager']
     monkeypatch.setattr(eager, 'theirs', lambda *given: lambda k: np.float64(3))
     assert eager.main(small) == 1
-    assert re.fullmatch(r'bench.eager: PyTorch eager: its last loss 3.000000 differs from \d\.\d{6}\n', capsys.readouterr().err)
+    assert re.fullmatch(r'(bench.eager: PyTorch eager: (before|after) the timed turns its results differ by \S+ of the largest '
+                        r'number\n){2}', capsys.readouterr().err)
+
+
+def test_one_size_is_no_net():
+    with pytest.raises(UserError, match='^--sizes 5: expected at least two numbers, of the input and of a layer$'):
+        eager.main(['--sizes', '5', '--no-torch'])
+
+
+@pytest.mark.parametrize('main', [convolution.main, recurrent.main, kernels_main, ndarray_main])
+def test_seconds_are_positive(main, capsys):
+    for value in ('0', '-1', 'nan', 'some'):
+        with pytest.raises(SystemExit, match='^2$'):
+            main(['--seconds', value])
+        assert '--seconds: expected a number from 1e-37 to 1e38, got ' in capsys.readouterr().err
+
+
+def test_pytorch_is_refused_by_every_contest_of_layers_if_it_is_not_installed(monkeypatch):
+    monkeypatch.setenv('GOMP_SPINCOUNT', '3000')
+    monkeypatch.setattr(contest.importlib.util, 'find_spec', lambda name: None)
+    for main in (convolution.main, recurrent.main, kernels_main):
+        with pytest.raises(UserError, match='^torch is not installed; install it with: .* -m pip install torch$'):
+            main([])
+
+
+def test_results_that_differ_are_named_with_when_they_did(capsys):
+    comparison = turns.Comparison('bench.some')
+    comparison.compare('a layer', 'before', [np.ones(3), 2.0], [np.ones(3, 'f'), np.float32(2 + 1e-6)])
+    assert comparison.status() == 0
+    comparison.compare('a layer', 'before', [np.ones(3)], [np.full(3, 1.01)])
+    comparison.compare('a layer', 'after', [np.array([1, np.nan])], [np.ones(2)])
+    comparison.compare('another', 'after', [np.ones(3)], [np.ones(2)])
+    assert comparison.status() == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f'bench.some: {what} the timed turns its results differ by {away} of the largest number'
+        for what, away in (('a layer: before', '9.90e-03'), ('a layer: after', 'inf'), ('another: after', 'inf'))]
+
+
+QUICK = ['--seconds', '1e-9', '--threads', str(backend.threads())]
+
+
+def test_contests_of_layers_compare_results_and_gradients(torch, capsys, monkeypatch):
+    monkeypatch.setattr(turns.gc, 'freeze', lambda: None)
+    monkeypatch.setattr(turns, 'keep_memory', lambda: None)
+    monkeypatch.setattr(convolution, 'BATCH', 4)
+    for main, only in ((convolution.main, 'conv 16 -> 8'), (convolution.main, 'ResNet9'), (recurrent.main, 'RNN 30')):
+        assert main([*QUICK, '--only', only]) == 0
+    assert [line.split('  ')[0] for line in capsys.readouterr().out.splitlines() if 'PyTorch' not in line] == [
+        'conv 16 -> 8, 3 x 3', 'conv 16 -> 8, 3 x 3, backward', convolution.RESNET, 'RNN 30 -> 100, tanh']
+    monkeypatch.setattr(convolution, 'give_weights', lambda ours, theirs: None)
+    assert convolution.main([*QUICK, '--only', 'conv 16 -> 8']) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 4
+
+
+def test_kernels_have_the_results_of_pytorch_or_are_not_saved(torch, capsys, monkeypatch):
+    from bench import kernels as bench_kernels
+    monkeypatch.setenv('GOMP_SPINCOUNT', '3000')
+    monkeypatch.setattr(turns.gc, 'freeze', lambda: None)
+    monkeypatch.setattr(turns, 'keep_memory', lambda: None)
+    monkeypatch.setattr(bench_kernels, 'T', 2)
+    monkeypatch.setattr(bench_kernels, 'V', 50)
+    monkeypatch.setattr(bench_kernels, 'PRODUCTS', [product for product in bench_kernels.PRODUCTS if 'digits' in product[0]])
+    monkeypatch.setattr(bench_kernels, 'roofline', lambda n: {backend.isa(): {backend.threads(): (1e11, 1e10)}})
+    monkeypatch.setattr(bench_kernels, 'pass_cases', lambda rng, torch: ())
+    saved = []
+    monkeypatch.setattr(results, 'save', lambda *given: saved.append(given))
+    words = ['gru', 'attention', 'layer norm', 'digits', 'likeliest', 'output layer']
+    assert kernels_main([*words, *QUICK, '--save']) == 0 and len(saved) == 1
+    monkeypatch.setattr(backend, 'gemm', lambda c, a, b: c.fill(0))
+    assert kernels_main(['digits', *QUICK, '--save']) == 1 and len(saved) == 1
+    assert [line.split(' by ')[0] for line in capsys.readouterr().err.splitlines()] == [
+        f'bench.kernels: gemm digits 100 x 10 x 30, PyTorch: {when} the timed turns its results differ'
+        for when in ('before', 'after')]
 
 
 def test_jax_is_refused_if_it_is_not_installed(monkeypatch):
