@@ -5,8 +5,10 @@ Each contestant (bench/worker.py) waits while another works, so that a slow minu
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
+import time
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from pyops.flags import positive_int
 
 RECOMPUTE = '-recompute'        # end of our kind if the backward pass computes activations again
 NAMES = {'ours': 'pyops', 'ours' + RECOMPUTE: 'pyops recompute', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile',
-         'jax': 'JAX', 'jax-scan': 'JAX scan', 'llmc': 'llm.c'}
+         'jax': 'JAX', 'jax-scan': 'JAX scan', 'jax-cache': 'JAX, cached', 'llmc': 'llm.c'}
 BF16 = '-bf16'          # end of the kind of a contestant whose products have bfloat16 factors: for PyTorch autocast
 NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()}
 # in translation: a program and its compute type
@@ -71,6 +73,25 @@ def environment_of(kind, threads=1):
     if kind == 'llmc':                                  # it has no other setting
         return os.environ | {'OMP_NUM_THREADS': str(threads)}
     return (KEEP_MEMORY if kind.startswith('torch') else {}) | os.environ
+
+
+def use_cores(threads):
+    """Let this process use so many cores.  JAX has no number of threads: before its first array it starts one for each core."""
+    if hasattr(os, 'sched_setaffinity'):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+
+
+def timed_command(command, environment=None):
+    """Run Python with these arguments in the source tree.  Return seconds, CPU seconds of its threads, and its output.
+
+    UserError if it fails
+    """
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise UserError(f'{" ".join(command)}: exit status {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}')
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
 class Contestant:

@@ -63,4 +63,4 @@ def make_jax(folder, kind):
         same = training.put(file['images'].astype(np.float32) / 255, file['labels'])
     if kind == 'jax':
         return job(lambda k: training.step(*same, rows[k]))
-    return (lambda first, last: training.several_steps((rows[first:last],), *same)), lambda loss: dict(loss=loss)
+    return (lambda first, last: float(training.several_steps((rows[first:last],), *same)[-1])), lambda loss: dict(loss=loss)

@@ -27,22 +27,22 @@ class TorchMLP(nn.Module):
         return {'w1': self.linear1.weight.T, 'bias1': self.linear1.bias, 'w2': self.linear2.weight, 'bias2': self.linear2.bias}
 
 
-def main(epochs=10, batch_size=100, trained=50_000):
+def main(epochs=10, batch_size=100):
     from pyops.data import mnist
     torch.manual_seed(0)
     digits = mnist.load()
-    x, labels = torch.tensor(digits.train_images).float() / 255, torch.tensor(digits.train_labels).long()
-    trained = min(trained, len(x) * 5 // 6)         # embedded digits: evaluate on a sixth too
+    (x, labels), (others, classes) = ((torch.tensor(images).float() / 255, torch.tensor(of_images).long())
+                                      for images, of_images in digits.parts())
     model = TorchMLP()
     step = make_step(torch.compile(model) if '--compile' in sys.argv else model, lr=0.001)
     for epoch in range(epochs):
-        loss_sum, order = 0.0, torch.randperm(trained)
+        loss_sum, order = 0.0, torch.randperm(len(x))
         for rows in order.split(batch_size):
             loss_sum += step(x[rows], labels[rows]).item() * len(rows)
         with torch.no_grad():
-            correct = (model.logits(x[trained:]).argmax(1) == labels[trained:]).sum().item()
-        print(f'epoch : {epoch} [{trained}/{trained}] loss : {loss_sum / trained:.6f}\n'
-              f'evaluating :  [{len(x) - trained}/{len(x) - trained}] correct : {correct}', flush=True)
+            correct = (model.logits(others).argmax(1) == classes).sum().item()
+        print(f'epoch : {epoch} [{len(x)}/{len(x)}] loss : {loss_sum / len(x):.6f}\n'
+              f'evaluating :  [{len(others)}/{len(others)}] correct : {correct}', flush=True)
 
 
 if __name__ == '__main__':

@@ -3,21 +3,22 @@
     python -m bench.train seq2seq --json            one JSON object; median_s is our seconds per step
     python -m bench.train seq2seq --vs torch        a table, with losses along the way on both sides
     python -m bench.train mnist --vs torch          the same, followed by whole runs including start-up
-    python -m bench.train mnist --vs torch jax      and JAX, compiled: a call per step, and a scan over the steps of a turn
+    python -m bench.train mnist --vs torch jax      and JAX, compiled: a call per step, and a scan over the steps of a turn;
+                                                    its whole runs compile, or find compiled code in JAX's cache
     python -m bench.train seq2seq --vs torch --precision bf16       bfloat16 beside PyTorch's autocast; and ours in float32
     python -m bench.train seq2seq --scaling         pyops on one thread and on all
     python -m bench.train seq2seq --vs torch --save     and append the figures to bench/results/train.jsonl
     python -m bench.train transformer --preset base --recompute --vs torch jax      16 pairs of 64 tokens; also recomputed
 
 After the timed turns the mean losses are compared.  If they differ by more than rounding and other dropout masks explain, the
-exit status is 1 and nothing is saved.  On one thread, and with recomputation, they must be equal to ours.
+exit status is 1 and nothing is saved.  On one thread, and with recomputation, they must be equal to ours.  After whole runs the
+shares of correct answers are compared.
 """
 import importlib
 import json
-import subprocess
+import re
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -31,14 +32,16 @@ from bench.contest import (
     Contestant,
     add_flags,
     add_recompute_flag,
+    environment_of,
     figures_of,
     kinds_of,
     print_figures,
     require,
+    timed_command,
 )
 from pyops import CPU_PRECISIONS
 from pyops.errors import UserError, exits_cleanly
-from pyops.flags import ArgumentParser, non_negative_int, positive_int
+from pyops.flags import ArgumentParser, fraction, non_negative_int, positive_int
 from transformer.train import PRESETS
 
 PROGRAM = 'bench.train'
@@ -56,9 +59,12 @@ class Case(NamedTuple):
 SMALL = next(iter(PRESETS))
 CASES = {('mnist', SMALL): Case(60, 50, 100), ('seq2seq', SMALL): Case(20, 3, 128), ('transformer', SMALL): Case(20, 3, 128),
          ('transformer', 'base'): Case(10, 1, 16)}
-# program -> whole runs to time, by contestant
+# program -> whole runs to time, by contestant.  jax compiles each time, jax-cache has the compiled code of an earlier run
 RUNS = {'mnist': {'ours': ['mnist.train', '--quiet'], 'torch': ['bench.torch_mnist'],
-                  'torch-compile': ['bench.torch_mnist', '--compile']}}
+                  'torch-compile': ['bench.torch_mnist', '--compile'],
+                  'jax': ['bench.jax_mnist', '{threads}'], 'jax-cache': ['bench.jax_mnist', '{threads}']}}
+ACCURACY = 0.02         # difference of the share of correct answers after a whole run: the initial weights differ
+CORRECT = re.compile(r'^evaluating :  \[\d+/(\d+)\] correct : (\d+)$', re.M)
 
 
 def parse(argv):
@@ -78,7 +84,7 @@ def parse(argv):
     p.add_argument('--warmup', type=non_negative_int, default=3, metavar='N', help='turns before, not timed (default 3)')
     p.add_argument('--runs', type=non_negative_int, default=3, metavar='N', help='whole runs of each (default 3)')
     p.add_argument('--batch-size', type=positive_int, metavar='N', help="default: the program's")
-    p.add_argument('--dropout', type=float, metavar='P',
+    p.add_argument('--dropout', type=fraction, metavar='P',
                    help="0 makes the losses comparable to the last digit (default: the program's)")
     add_flags(p)
     args = p.parse_args(argv)
@@ -124,16 +130,33 @@ def differences(args, losses):
     return {name: d for name, d in away.items() if not d <= tolerance(name)}        # a NaN is too far
 
 
-def whole_runs(args, kinds):
-    """Time whole runs, including start-up, in turns.  Return {kind: median seconds}."""
-    seconds = {kind: [] for kind in kinds}
-    for _ in range(args.runs):
-        for kind in kinds:
-            start = time.perf_counter()
-            subprocess.run([sys.executable, '-m', *RUNS[args.program][kind]], cwd=results.ROOT, check=True,
-                           stdout=subprocess.DEVNULL)
-            seconds[kind].append(time.perf_counter() - start)
-    return {kind: float(np.median(s)) for kind, s in seconds.items()}
+def run_environment(args, kind, threads, cache):
+    """Return the environment of a whole run.  cache: folder of JAX's compiled code."""
+    data = {'PYOPS_DATA': args.data_dir} if args.data_dir else {}
+    caching = {'JAX_ENABLE_COMPILATION_CACHE': 'false'} if kind == 'jax' else {
+        'JAX_COMPILATION_CACHE_DIR': cache, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'} if kind == 'jax-cache' else {}
+    return environment_of(kind, threads) | {'OMP_NUM_THREADS': str(threads)} | data | caching
+
+
+def whole_runs(args, kinds, threads):
+    """Time whole runs, including start-up, in turns.  Return {kind: median seconds}, the same of CPU time, and {kind: share of
+    correct answers at the end}."""
+    timed, correct = {kind: [] for kind in kinds}, {}
+    with tempfile.TemporaryDirectory() as cache:
+        def run(kind):
+            command = [word.format(threads=threads) for word in RUNS[args.program][kind]]
+            return timed_command(['-m', *command], run_environment(args, kind, threads, cache))
+        if 'jax-cache' in kinds:
+            run('jax-cache')                                # not timed: it fills the cache
+        for _ in range(args.runs):
+            for kind in kinds:
+                *seconds, out = run(kind)
+                timed[kind].append(seconds)
+                count, right = map(int, CORRECT.findall(out)[-1])
+                correct[kind] = right / count
+    wall, cpu = ({kind: float(np.median([one[i] for one in found])) for kind, found in timed.items()} for i in (0, 1))
+    return wall, cpu, correct
 
 
 def main(argv=None):
@@ -173,15 +196,20 @@ def main(argv=None):
               f'{difference:.2%}', file=sys.stderr)
     if wrong:
         return 1
-    runs = {}
+    runs, cpu, correct = {}, {}, {}
     if args.vs and args.runs and args.program in RUNS and not args.json:
-        print(f'{"a whole run":16} {"median":>10} {"to ours":>8}')
-        runs = whole_runs(args, [kind for kind in kinds if kind in RUNS[args.program]])
+        of_runs = [kind for kind in [*kinds, *['jax-cache'] * ('jax' in kinds)] if kind in RUNS[args.program]]
+        runs, cpu, correct = whole_runs(args, of_runs, threads)
+        print(f'{"a whole run":16} {"median":>10} {"CPU time":>11} {"to ours":>8} {"correct":>8}')
         for kind, s in runs.items():
-            print(f'{NAMES[kind]:16}{s:9.2f} s {s / runs["ours"]:8.2f}x')
-    if args.save:
-        results.save('train', known | {'scaling' if args.scaling else 'contestants': figures, 'runs': runs})
-    return 0
+            print(f'{NAMES[kind]:16}{s:9.2f} s {cpu[kind]:9.2f} s {s / runs["ours"]:8.2f}x {correct[kind]:8.2%}')
+    less = [kind for kind, share in correct.items() if not abs(share - correct['ours']) <= ACCURACY]
+    for kind in less:
+        print(f'{PROGRAM}: {NAMES[kind]}: {correct[kind]:.2%} correct after a whole run, pyops {correct["ours"]:.2%}',
+              file=sys.stderr)
+    if args.save and not less:
+        results.save('train', known | {'scaling' if args.scaling else 'contestants': figures, 'runs': runs, 'runs_cpu': cpu})
+    return 1 if less else 0
 
 
 if __name__ == '__main__':

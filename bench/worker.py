@@ -4,14 +4,13 @@ peak memory of the process so far, and the job's own results."""
 import contextlib
 import importlib
 import json
-import os
 import resource
 import signal
 import sys
 import time
 from pathlib import Path
 
-from bench.contest import BF16, RECOMPUTE
+from bench.contest import BF16, RECOMPUTE, use_cores
 
 
 def peak_mib():
@@ -32,8 +31,8 @@ def main(program, job, kind, folder, threads):
         from pyops import backend
         backend.set_threads(int(threads))
         backend.HOST.precision = 'bf16' if kind.endswith(BF16) else 'fp32'
-    elif who.startswith('jax'):                         # JAX has no setting: it starts a thread for each core that it may use
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(threads)])
+    elif who.startswith('jax'):
+        use_cores(int(threads))
     elif who != 'ct2':                                  # CTranslate2 takes the number of threads in its constructor
         import torch
         torch.set_num_threads(int(threads))

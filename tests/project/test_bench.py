@@ -356,6 +356,51 @@ def test_kernels_have_the_results_of_pytorch_or_are_not_saved(torch, capsys, mon
         for when in ('before', 'after')]
 
 
+def test_whole_runs_use_the_given_threads_and_data_and_end_with_the_same_share_of_correct_answers(monkeypatch, capsys):
+    ran, ends = [], {'mnist.train': 960, 'bench.torch_mnist': 955, 'bench.jax_mnist': 950}
+
+    def timed_command(command, environment):
+        ran.append((command[1:], {name: environment.get(name) for name in (
+            'OMP_NUM_THREADS', 'PYOPS_DATA', 'MALLOC_MMAP_MAX_', 'JAX_ENABLE_COMPILATION_CACHE')},
+            'JAX_COMPILATION_CACHE_DIR' in environment))
+        return 1.0, 2.0, f'evaluating :  [9/1000] correct : 9\nevaluating :  [1000/1000] correct : {ends[command[1]]}\n'
+    for name in ('MALLOC_MMAP_MAX_', 'JAX_COMPILATION_CACHE_DIR', 'JAX_ENABLE_COMPILATION_CACHE'):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(train, 'timed_command', timed_command)
+    monkeypatch.setattr(train, 'require', lambda name: None)
+    figures = {name: timed(0.1, 100.0) for name in ('ours', 'torch', 'jax')}
+    monkeypatch.setattr(train, 'contest', lambda *_: ('data', figures, {name: [1.0] for name in figures}))
+    monkeypatch.setattr(train, 'kinds_of', lambda *_: ['ours', 'torch'])
+    saved = []
+    monkeypatch.setattr(results, 'save', lambda *given: saved.append(given))
+    flags = ['mnist', '--vs', 'torch', 'jax', '--threads', '1', '--data-dir', 'some', '--runs', '1', '--save']
+    assert train.main(flags) == 0
+    known = {'OMP_NUM_THREADS': '1', 'PYOPS_DATA': 'some', 'MALLOC_MMAP_MAX_': None, 'JAX_ENABLE_COMPILATION_CACHE': None}
+    jax = ['bench.jax_mnist', '1']
+    assert ran == [(jax, known, True), (['mnist.train', '--quiet'], known, False),
+                   (['bench.torch_mnist'], known | {'MALLOC_MMAP_MAX_': '0'}, False),
+                   (jax, known | {'JAX_ENABLE_COMPILATION_CACHE': 'false'}, False), (jax, known, True)]
+    assert saved[0][1]['runs'] == dict.fromkeys(('ours', 'torch', 'jax', 'jax-cache'), 1.0)
+    assert saved[0][1]['runs_cpu']['jax-cache'] == 2.0
+    assert re.search(r'^JAX, cached +1.00 s +2.00 s +1.00x +95.00%$', capsys.readouterr().out, re.M)
+    ends['bench.torch_mnist'] = 900
+    assert train.main(flags) == 1 and len(saved) == 1
+    assert capsys.readouterr().err == 'bench.train: PyTorch eager: 90.00% correct after a whole run, pyops 96.00%\n'
+
+
+@pytest.mark.parametrize('package', ['jax', 'torch'])
+def test_the_mnist_programs_of_peers_learn_the_digits(package, monkeypatch, capsys):
+    pytest.importorskip(package, reason=f'{package} is not installed: pip install {package}')
+    module = importlib.import_module(f'bench.{package}_mnist')
+    monkeypatch.setattr(sys, 'argv', ['some'])
+    few = mnist.load(embedded=True)
+    few = few._replace(train_images=few.train_images[:2050], train_labels=few.train_labels[:2050])
+    monkeypatch.setattr(mnist, 'load', lambda: few)
+    module.main(epochs=3)
+    count, correct = map(int, train.CORRECT.findall(capsys.readouterr().out)[-1])
+    assert count == len(few.test_images) and correct > 0.7 * count
+
+
 def test_jax_is_refused_if_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(contest.importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match='^jax is not installed; install it with: .* -m pip install jax$'):
