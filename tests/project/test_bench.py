@@ -1010,8 +1010,11 @@ def test_whole_commands_are_timed_until_they_have_classified_the_test_file(tmp_p
     for name, array in zip(names, embedded[1:5], strict=True):
         idx.write(tmp_path / name, array[:500].reshape(-1, 28, 28) if array.ndim == 2 else array[:500])
     command = ['--data-dir', str(tmp_path), '--seeds', '2', '--threads', '1']
-    assert digits.main([*command, '--json']) == 0
-    found = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(results, 'save', lambda *_: pytest.fail('saved'))
+    assert digits.main([*command, '--json', '--save']) == 1             # 500 images are too few
+    captured = capsys.readouterr()
+    assert re.fullmatch(r'bench.digits: 98 %: missed, \S+% of .*\nbench.digits: 99 %: missed, .*\n', captured.err)
+    found = json.loads(captured.out)
     assert set(found['programs']) == {'98', '99'} and found['seeds'] == 2
     for one in found['programs'].values():
         assert 0 < one['mean_cpu_s'] and one['mean_s'] <= one['longest_s']
