@@ -1,7 +1,9 @@
 """The archive of benchmark results: bench/results/NAME.jsonl, one JSON object per line, the newest last."""
+import contextlib
 import datetime
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +30,20 @@ def torch_version():
         return None
 
 
+def cpu_model():
+    """Return an x86 CPU's family, model and stepping, such as '25.1.1'; '' elsewhere.  Virtual machines give different CPUs
+    the same name."""
+    with contextlib.suppress(OSError):
+        text = Path('/proc/cpuinfo').read_text()
+        return '.'.join(found[1] for name in ('cpu family', 'model', 'stepping')
+                        if (found := re.search(rf'^{name}\s*: (\d+)$', text, re.M)))
+    return ''
+
+
 def about():
     """Return date, commit, machine and PyTorch version: the first items of each result."""
-    return {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': cpu_name(), 'torch': torch_version()}
+    return {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': cpu_name(), 'cpu': cpu_model(),
+            'torch': torch_version()}
 
 
 def save(name, figures):

@@ -37,8 +37,9 @@ def row(what, seconds, rate='', share=None, others=(), memory=None):
     return f'| {what} | {shown(seconds)} | {rate} | {"" if share is None else f"{share:.0%}"} | {compared} | {ratio} | {mib} |'
 
 
+PLACE = 'machine', 'cpu', 'isa', 'threads', 'torch'         # figures that differ in one are never in one table
 TORCH = {'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compiled'}
-WHOSE = TORCH | {'jax': 'JAX', 'jax-scan': 'JAX'}
+WHOSE = TORCH | {'jax': 'JAX', 'jax-scan': 'JAX', 'jax-cache': 'JAX, compiled before'}
 
 
 def contestants(figures):
@@ -82,18 +83,19 @@ def rows(kernels, steps, scaling, translations):
 
 
 def table(folder):
-    """Return the text between the marks, from the newest figures of the machine that was measured last."""
+    """Return the text between the marks, from the newest figures of one machine with one version of PyTorch: those of the
+    newest kernels, which `make bench` measures first; without any, of the newest figures."""
     trained, translated, kernels = (results.load(name, folder) for name in ('train', 'translate', 'kernels'))
     trained = [line for line in trained if 'precision' not in line]             # steps in float32
     if not (trained or translated or kernels):
         raise UserError(f'{folder}: there are no figures for a table; measure some with: make bench')
-    last = max((lines[-1] for lines in (trained, translated, kernels) if lines), key=lambda line: line['date'])
-    place = 'machine', 'isa', 'threads'
+    last = max((lines[-1] for lines in ([kernels] if kernels else [trained, translated]) if lines),
+               key=lambda line: line['date'])
 
     def newest(lines):
         """By program and preset, of those from the same machine."""
         return {' '.join(line[key] for key in ('program', 'preset') if key in line): line for line in lines
-                if all(line[key] == last[key] for key in place)}
+                if all(line.get(key) == last.get(key) for key in PLACE)}
     steps = newest([line for line in trained if len(line.get('contestants', ())) > 1])
     scaling = newest([line for line in trained if 'scaling' in line])
     used = [newest(kernels).get(''), *steps.values(), *scaling.values(), *newest(translated).values()]

@@ -51,7 +51,7 @@ from pyops.inspect.products import PRODUCTS
 from pyops.text.vocabulary import EOS, PAD
 from transformer import train as transformer_train
 
-PLACE = {'machine': 'a machine', 'isa': 'avx2', 'threads': 2, 'torch': '9.9', 'commit': 'c'}
+PLACE = {'machine': 'a machine', 'cpu': '25.1.1', 'isa': 'avx2', 'threads': 2, 'torch': '9.9', 'commit': 'c'}
 
 
 def timed(seconds, mib, **more):
@@ -130,6 +130,36 @@ def test_a_check_passes_once_the_table_is_written(files):
         run(files, '--check')
 
 
+@pytest.mark.parametrize('elsewhere', [{'machine': 'another'}, {'cpu': '25.17.1'}, {'isa': 'avx512'}, {'threads': 8},
+                                       {'torch': '10.0'}])
+def test_the_table_has_figures_of_one_machine_and_one_version_of_pytorch(elsewhere, files):
+    """The machine is the one with the newest kernels, though figures of another are newer."""
+    run(files)
+    before = files[0].read_text()
+    with open(files[1] / 'train.jsonl', 'a') as train_file, open(files[1] / 'translate.jsonl', 'a') as translate_file:
+        for program in ('seq2seq', 'mnist', 'transformer'):
+            train_file.write(json.dumps(step(program, '2031-01-01', 0.0123, **elsewhere)) + '\n')
+        translate_file.write(json.dumps(json.loads((files[1] / 'translate.jsonl').read_text()) | elsewhere) + '\n')
+    run(files, '--check')
+    limits = {isa: {'1': [1e11, 1e10], '2': [2e11, 2e10], '8': [8e11, 8e10]} for isa in ('avx2', 'avx512')}
+    with open(files[1] / 'kernels.jsonl', 'a') as file:
+        file.write(json.dumps(kernels('2031-01-01', 0.02, **elsewhere) | {'limits': limits}) + '\n')
+    run(files)
+    after = files[0].read_text()
+    assert 'training step, batch 128 | 12.3 ms |' in after and '100 ms' not in after and '12.3 ms' not in before
+    (files[1] / 'kernels.jsonl').unlink()
+    run(files)                                          # without kernels: the newest figures
+    assert '12.3 ms' in files[0].read_text() and '100 ms' not in files[0].read_text()
+
+
+def test_a_cpu_has_its_model_beside_its_name(monkeypatch, tmp_path):
+    (tmp_path / 'cpuinfo').write_text('cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n')
+    monkeypatch.setattr(results, 'Path', lambda path: tmp_path / 'cpuinfo')
+    assert results.cpu_model() == '25.17.1'
+    monkeypatch.setattr(results, 'Path', lambda path: tmp_path / 'nowhere')
+    assert results.cpu_model() == ''
+
+
 def test_the_table_of_the_readme_is_up_to_date():
     table.main(['--check'])
 
@@ -150,7 +180,7 @@ def test_figures_are_appended_with_where_they_are_from(tmp_path, monkeypatch, ca
     for n in (1, 2):
         results.save('some', {'n': n})
     lines = results.load('some', tmp_path / 'results')
-    assert [line['n'] for line in lines] == [1, 2] and set(lines[0]) == {'date', 'commit', 'machine', 'torch', 'n'}
+    assert [line['n'] for line in lines] == [1, 2] and set(lines[0]) == {'date', 'commit', 'machine', 'cpu', 'torch', 'n'}
     assert capsys.readouterr().err.splitlines() == 2 * ['appended to results/some.jsonl']
 
 
