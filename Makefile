@@ -388,11 +388,16 @@ source-mutants: cpu .venv/test-ready ## change csrc/ at one place at a time for 
 	.venv/bin/python -m scripts.source_mutants --seconds $(SECONDS) $(FIGURES)
 
 BENCH := .venv/bin/python -m bench
-bench: cpu .venv/ready ## the machine's limits, kernels, training, translation beside PyTorch's (needs torch: .venv/bin/pip install torch)
+# LLMC=DIR: also llm.c, from a checkout.
+bench: cpu .venv/ready ## the machine's limits, kernels, training, translation beside peers (needs .venv/bin/pip install torch jax)
 	$(BENCH).kernels --save
-	$(BENCH).train seq2seq --vs torch --save
-	$(BENCH).train transformer --vs torch --save
-	$(BENCH).train mnist --vs torch --save
+	$(BENCH).train seq2seq --vs torch jax --save
+	$(BENCH).train transformer --vs torch jax --save
+	$(BENCH).train mnist --vs torch jax --save
+	$(BENCH).train transformer --preset base --recompute --vs torch jax --save
+	$(BENCH).train seq2seq --precision bf16 --vs torch --save
+	$(BENCH).train transformer --precision bf16 --vs torch --save
+	$(BENCH).gpt2 $(if $(LLMC),--llmc $(LLMC)) --save
 	$(BENCH).translate seq2seq --save
 	$(BENCH).translate transformer --save
 	$(BENCH).train seq2seq --scaling --save

@@ -431,6 +431,18 @@ def test_the_mnist_programs_of_peers_learn_the_digits(package, monkeypatch, caps
     assert count == len(few.test_images) and correct > 0.7 * count
 
 
+def test_make_bench_runs_commands_that_exist():
+    done = subprocess.run(['make', '-n', 'bench', 'LLMC=/llm.c'], cwd=ROOT, capture_output=True, text=True, check=True)
+    commands = [line.split(' -m bench.')[1].split() for line in done.stdout.splitlines() if ' -m bench.' in line]
+    for name, *flags in commands:
+        if name in ('train', 'gpt2'):
+            importlib.import_module(f'bench.{name}').parse(flags)
+    steps = [' '.join(flags) for name, *flags in commands if name == 'train']
+    for words in ('mnist --vs torch jax', '--preset base', '--precision bf16'):
+        assert any(words in flags for flags in steps), words
+    assert ['gpt2', '--llmc', '/llm.c', '--save'] in commands
+
+
 def test_jax_is_refused_if_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(contest.importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match='^jax is not installed; install it with: .* -m pip install jax$'):
