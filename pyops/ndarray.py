@@ -14,7 +14,7 @@ import functools
 import gc
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -202,14 +202,15 @@ def _part(selected: slice, n: int) -> tuple[int, int, int]:
 
 
 def _view(x: NDArray, offset: int, shape: Shape, strides: Shape) -> NDArray:
-    """Return a view of x.  Setting the attributes here takes half the time of __init__."""
-    y = _new_object(NDArray)
+    """Return a view of x.  Setting the attributes here takes half the time of __new__."""
+    y = _new_object(Array)
     y.buffer = x.buffer
     y.offset = offset
     y.shape = shape
     y.strides = strides
     y.dtype = x.dtype
-    return y
+    y.__class__ = NDArray               # type: ignore[assignment]
+    return y                            # type: ignore[return-value]
 
 
 # ---- the array -------------------------------------------------------------------------------------------------------
@@ -218,6 +219,26 @@ class NDArray(Array, Methods):
     """An array: a Buffer, and shape, strides and offset in elements.  Create one with array, empty, zeros, from_numpy, ..."""
 
     __slots__ = ()
+
+    def __new__(cls, buffer: Buffer, offset: int, shape: Shape, strides: Shape, dtype: np.dtype) -> Self:
+        y = _new_object(Array)
+        y.buffer, y.offset, y.shape, y.strides, y.dtype = buffer, offset, shape, strides, dtype
+        y.__class__ = cls               # type: ignore[assignment]
+        return y                        # type: ignore[return-value]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Reshape in place for x.shape = (3, 4), like numpy.  AttributeError if that requires a copy, and for any other
+        attribute: kernels read and write memory as these say."""
+        if name != 'shape':
+            if name in Array.__slots__:
+                raise AttributeError(f'{name}: cannot be set; use as_strided, astype or reshape, which return another array')
+            super().__setattr__(name, value)            # its error names the class
+        to, strides = _reshaped(self.shape, self.strides, tuple(map(_index, several((value,)))))
+        if strides is None:
+            raise AttributeError(f'shape: an array of shape {self.shape} and strides {self.strides} cannot become {to} in '
+                                 'place; use reshape, which copies')
+        super().__setattr__('shape', to)
+        super().__setattr__('strides', strides)
 
     @property
     def T(self) -> NDArray:

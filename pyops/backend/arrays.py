@@ -4,6 +4,7 @@ The functions of this module accept both, so that no other module needs to know 
 """
 import functools
 import math
+from typing import Any
 
 import _cffi_backend
 import numpy as np
@@ -50,12 +51,18 @@ def to_bf16(array):
 
 
 class Array:
-    """The memory of an NDArray: a Buffer, and offset, shape and strides in elements.  pyops.ndarray adds the operations."""
+    """The memory of an NDArray: a Buffer, and offset, shape and strides in elements.  pyops.ndarray adds the operations.
+
+    An array_type, NDArray, checks every assignment to these attributes, because kernels trust them.  So a new array is first
+    an Array, whose attributes are set in a fraction of that time, and becomes an array_type by its __class__.
+    """
 
     __slots__ = ('buffer', 'offset', 'shape', 'strides', 'dtype', '__weakref__')
-
-    def __init__(self, buffer, offset, shape, strides, dtype):
-        self.buffer, self.offset, self.shape, self.strides, self.dtype = buffer, offset, shape, strides, dtype
+    buffer: Any
+    offset: Any
+    shape: Any
+    strides: Any
+    dtype: Any
 
     @property
     def device(self):

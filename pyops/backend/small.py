@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from pyops.backend import library, state
-from pyops.backend.arrays import MAX_AXES, row_major
+from pyops.backend.arrays import MAX_AXES, Array, row_major
 from pyops.backend.calls import Recording
 from pyops.backend.host import (
     ADDRESS,
@@ -49,12 +49,13 @@ def new_array(array_type, pointer, nbytes, shape, strides, dtype):
     buffer.nbytes = nbytes
     buffer.version = 0
     buffer.mask = None
-    y = _new_object(array_type)
+    y = _new_object(Array)
     y.buffer = buffer
     y.offset = 0
     y.shape = shape
     y.strides = strides
     y.dtype = dtype
+    y.__class__ = array_type
     return y
 
 

@@ -245,6 +245,24 @@ def test_reshape_copies_only_where_strides_cannot_say_it():
                             assert (address(got) == address(a)) == np.shares_memory(want, view), (view.shape, to)
 
 
+def test_a_shape_is_set_as_numpys_and_no_attribute_can_leave_the_buffer():
+    x, a = numbers(3, 4), array(numbers(3, 4))
+    x.shape = a.shape = (2, -1)
+    same(a, x)
+    x.shape = a.shape = 12
+    same(a[::-1], x[::-1])
+    with pytest.raises(ValueError, match=r'cannot reshape array of shape \(12,\) into shape \(1000, 4\)'):
+        a.shape = (1000, 4)
+    with pytest.raises(AttributeError, match='cannot become .* in place; use reshape, which copies'):
+        a.reshape(3, 4).T.shape = 12
+    for name, value in (('strides', (100,)), ('offset', 100), ('dtype', np.dtype('float64')), ('buffer', None)):
+        with pytest.raises(AttributeError, match=f'{name}: cannot be set; use as_strided'):
+            setattr(a, name, value)
+    with pytest.raises(AttributeError, match="'NDArray' object has no attribute 'shpe'"):
+        a.shpe = (3, 4)
+    same(a, x)
+
+
 def test_writing_through_a_view_changes_the_array():
     x = numbers(4, 5)
     a = array(x)
