@@ -30,6 +30,7 @@ from pyops.ops import (
     BatchNorm,
     ConcatContext,
     Conv2d,
+    Conv2dTransposed,
     CrossEntropy,
     Dropout,
     Embedding,
@@ -44,8 +45,8 @@ from pyops.ops import (
     SiLU,
 )
 from pyops.ops.array import normal_axes
-from pyops.ops.convolution import pair, sizes_of
-from pyops.ops.double import Convolve, NormalCDF, PoolMaxima, PoolMeans
+from pyops.ops.convolution import pair, sizes_of, transposed_sizes
+from pyops.ops.double import Convolve, ConvolveTransposed, NormalCDF, PoolMaxima, PoolMeans
 from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
@@ -130,6 +131,100 @@ def elu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     _check_inplace('elu', inplace)
     x = tensor(x)
     return where(x > 0, x, alpha * (exp(where(x > 0, 0.0, x)) - 1))
+
+
+def celu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    """Return x where x > 0, else alpha (e^(x / alpha) - 1)."""
+    _check_inplace('celu', inplace)
+    return elu(tensor(x) / alpha) * alpha
+
+
+def selu(x: Numbers, inplace: bool = False) -> Tensor:
+    """Return 1.0507 elu(x, 1.6733), which keeps mean 0 and variance 1 (Klambauer et al. 2017, arXiv:1706.02515)."""
+    _check_inplace('selu', inplace)
+    return elu(x, 1.6732632423543772) * 1.0507009873554805
+
+
+def mish(x: Numbers, inplace: bool = False) -> Tensor:
+    """Return x tanh(log(1 + e^x))."""
+    _check_inplace('mish', inplace)
+    x = tensor(x)
+    return x * tanh(softplus(x))
+
+
+def hardtanh(x: Numbers, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+    """Return x, limited to min_val and max_val; the gradient at both is 0."""
+    _check_inplace('hardtanh', inplace)
+    x = tensor(x)
+    return where((x > min_val) & (x < max_val), x, x.detach().clip(min_val, max_val))
+
+
+def relu6(x: Numbers, inplace: bool = False) -> Tensor:
+    """Return x, limited to 0 and 6."""
+    return hardtanh(x, 0.0, 6.0, inplace)
+
+
+def hardsigmoid(x: Numbers, inplace: bool = False) -> Tensor:
+    """Return x / 6 + 1 / 2, limited to 0 and 1."""
+    return hardtanh(tensor(x) / 6 + 0.5, 0.0, 1.0, inplace)
+
+
+def hardswish(x: Numbers, inplace: bool = False) -> Tensor:
+    """Return x hardsigmoid(x)."""
+    x = tensor(x)
+    return x * hardsigmoid(x, inplace)
+
+
+def hardshrink(x: Numbers, lambd: float = 0.5) -> Tensor:
+    """Return x where |x| > lambd, else 0."""
+    x = tensor(x)
+    return where(abs(x) > lambd, x, 0.0)
+
+
+def softshrink(x: Numbers, lambd: float = 0.5) -> Tensor:
+    """Return x moved towards 0 by lambd, and 0 where |x| <= lambd."""
+    x = tensor(x)
+    return where(abs(x) > lambd, x - x.detach().sign() * lambd, 0.0)
+
+
+def tanhshrink(x: Numbers) -> Tensor:
+    """Return x - tanh(x)."""
+    x = tensor(x)
+    return x - tanh(x)
+
+
+def softsign(x: Numbers) -> Tensor:
+    """Return x / (1 + |x|)."""
+    x = tensor(x)
+    return x / (abs(x) + 1)
+
+
+def threshold(x: Numbers, threshold: float, value: float, inplace: bool = False) -> Tensor:
+    """Return x where x > threshold, else `value`."""
+    _check_inplace('threshold', inplace)
+    x = tensor(x)
+    return where(x > threshold, x, value)
+
+
+def prelu(x: Numbers, weight: Numbers) -> Tensor:
+    """Return x where x > 0, else weight x;  weight (1,), or (C,) for x (N, C, ...)."""
+    x, weight = tensor(x), tensor(weight)
+    factors = weight if weight.size == 1 else weight.reshape(-1, *[1] * (x.ndim - 2))
+    return where(x > 0, x, x * factors)
+
+
+def glu(x: Numbers, axis: int = -1) -> Tensor:
+    """Return a sigmoid(b), for the halves a and b of x along an axis."""
+    x = tensor(x)
+    if x.shape[axis] % 2:
+        raise ValueError(f'glu: expected an even size of axis {axis}, got shape {x.shape}')
+    a, b = x.split(x.shape[axis] // 2, axis)
+    return a * sigmoid(b)
+
+
+def logsigmoid(x: Numbers) -> Tensor:
+    """Return log(sigmoid(x)), without overflow."""
+    return -softplus(-tensor(x))
 
 
 def softplus(x: Numbers, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
@@ -276,6 +371,11 @@ def logsumexp(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
 def softmax(x: Numbers, axis: int = -1) -> Tensor:
     """Return e^x / sum(e^x) along an axis, without overflow."""
     return apply(Softmax, tensor(x), axis=axis)
+
+
+def softmin(x: Numbers, axis: int = -1) -> Tensor:
+    """Return softmax(-x) along an axis."""
+    return softmax(-tensor(x), axis)
 
 
 def log_softmax(x: Numbers, axis: int = -1) -> Tensor:
@@ -426,6 +526,12 @@ def one_hot(labels: Numbers, num_classes: int = -1) -> Tensor:
 
 # ---- layers ------------------------------------------------------------------------------------------------------------
 
+def bilinear(x1: Numbers, x2: Numbers, weight: Numbers, bias: Numbers | None = None) -> Tensor:
+    """Return y[..., o] = x1 weight[o] x2' + bias[o];  x1 (..., I), x2 (..., J), weight (O, I, J) -> (..., O)."""
+    y = einsum('...i,oij,...j->...o', tensor(x1), tensor(weight), tensor(x2))
+    return y if bias is None else y + bias
+
+
 def matmul(a: Numbers, b: Numbers) -> Tensor:
     """Return the matrix product a @ b; leading axes broadcast."""
     return apply(MatMul, tensor(a), tensor(b))
@@ -490,6 +596,16 @@ def dropout(x: Numbers, p: float = 0.5, training: bool = True, inplace: bool = F
     return apply(Dropout, x, _mask_number(step), p=p, key=key)
 
 
+def dropout1d(x: Numbers, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Set whole channels of x (N, C, ...) to 0 with probability p and scale the rest, as dropout."""
+    x = tensor(x)
+    return x * dropout(Tensor(np.ones(x.shape[:2]), dtype=x.dtype, device=x.device), p, training, inplace).reshape(
+        *x.shape[:2], *[1] * (x.ndim - 2))
+
+
+dropout2d = dropout3d = dropout1d
+
+
 def residual(x: Numbers, branch: Numbers, p: float = 0.0, training: bool = True, key: int = 0, step: Any = None) -> Tensor:
     """Return x + dropout(branch), computed in one pass."""
     step = _mask_number(step) if training and p else None
@@ -523,6 +639,20 @@ def layer_norm(x: Numbers, normalized_shape: int | Sequence[int], weight: Number
     rows = x.reshape(*x.shape[:-len(shape)], size) if len(shape) > 1 else x
     y = apply(LayerNorm, rows, weight=weight, bias=bias, eps=eps)
     return y.reshape(x.shape) if len(shape) > 1 else y
+
+
+def rms_norm(x: Numbers, normalized_shape: int | Sequence[int], weight: Numbers | None = None,
+             eps: float | None = None) -> Tensor:
+    """Divide x by the root mean square of its last axes, of sizes normalized_shape, and scale by weight.
+
+    eps: added to the mean square; None: the distance from 1 to the next number of x's dtype
+    """
+    x, shape = tensor(x), (normalized_shape,) if hasattr(normalized_shape, '__index__') else tuple(normalized_shape)
+    if not shape or x.shape[-len(shape):] != shape:
+        raise ValueError(f'x: expected shape (..., {", ".join(map(str, shape))}), got {x.shape}')
+    square = mean(x * x, tuple(range(-len(shape), 0)), True)
+    y = x / sqrt(square + float(np.finfo(x.dtype).eps if eps is None else eps))
+    return y if weight is None else y * weight
 
 
 def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | None, weight: Numbers | None = None,
@@ -590,6 +720,20 @@ def group_norm(x: Numbers, num_groups: int, weight: Numbers | None = None, bias:
     per_channel = (C, *[1] * (x.ndim - 2))
     y = y if weight is None else y * tensor(weight).reshape(per_channel)
     return y if bias is None else y + tensor(bias).reshape(per_channel)
+
+
+def instance_norm(x: Numbers, running_mean: None = None, running_var: None = None, weight: Numbers | None = None,
+                  bias: Numbers | None = None, use_input_stats: bool = True, momentum: float = 0.1,
+                  eps: float = 1e-5) -> Tensor:
+    """Normalise each channel of each sample to mean 0 and variance 1, scale by weight, add bias;  x (N, C, ...).
+
+    ValueError for running statistics, which are not supported.  momentum: without effect.
+    """
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        raise ValueError('instance_norm: running_mean, running_var: expected None and use_input_stats=True: there are no '
+                         'running statistics')
+    x = tensor(x)
+    return group_norm(x, x.shape[1], weight, bias, eps)
 
 
 def gru(x: Numbers, h0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numbers, b_hh: Numbers, reset_before: bool = False,
@@ -709,8 +853,64 @@ def _each_image(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return function(x.unsqueeze(0)).squeeze(0) if x.ndim == 3 else function(x)
 
 
-def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int = 1, padding: int | str = 0,
-           dilation: int = 1, groups: int = 1) -> Tensor:
+def conv_transpose2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,
+                     padding: int | Sequence[int] = 0, output_padding: int | Sequence[int] = 0, groups: int = 1,
+                     dilation: int | Sequence[int] = 1) -> Tensor:
+    """Return the transpose of conv2d, its gradient with respect to the images: x (N, C, H, W), weight (C, O / groups, kh, kw),
+    bias (O,) or None -> (N, O, Ho, Wo).
+
+    Ho = (H - 1) stride - 2 padding + dilation (kh - 1) + output_padding + 1; output_padding is below the stride.
+    """
+    x, weight = tensor(x), tensor(weight)
+    settings: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+    def transposed(x: Tensor) -> Tensor:
+        sizes = transposed_sizes(x.shape, weight.shape, output_padding, **settings)
+        if _is_double(x):
+            return apply(ConvolveTransposed, x, weight.astype(x.dtype), sizes=sizes)
+        return apply(Conv2dTransposed, x, weight=weight, size=sizes.x[2:], **settings)
+    y = _each_image(x, transposed)
+    return y if bias is None else y + tensor(bias).reshape(-1, 1, 1)
+
+
+def conv_transpose1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,
+                     padding: int | Sequence[int] = 0, output_padding: int | Sequence[int] = 0, groups: int = 1,
+                     dilation: int | Sequence[int] = 1) -> Tensor:
+    """Return the transpose of conv1d: x (N, C, L), weight (C, O / groups, k) -> (N, O, Lo).  Settings as conv_transpose2d's."""
+    x = _with_height('conv_transpose1d', x)
+    return conv_transpose2d(x, tensor(weight).unsqueeze(2), bias, (1, one(stride)), (0, one(padding)), (0, one(output_padding)),
+                            groups, (1, one(dilation))).squeeze(-2)
+
+
+def unfold(x: Numbers, kernel_size: int | Sequence[int], dilation: int | Sequence[int] = 1,
+           padding: int | Sequence[int] = 0, stride: int | Sequence[int] = 1) -> Tensor:
+    """Return the windows of images as columns: x (N, C, H, W) -> (N, C kh kw, Ho Wo)."""
+    x, window = tensor(x), pair('kernel_size', kernel_size, 1)
+    C = x.shape[-3]
+    y = conv2d(x, _taps(C, window, x), None, stride, padding, dilation, C)
+    return y.reshape(*y.shape[:-2], -1)
+
+
+def fold(x: Numbers, output_size: int | Sequence[int], kernel_size: int | Sequence[int], dilation: int | Sequence[int] = 1,
+         padding: int | Sequence[int] = 0, stride: int | Sequence[int] = 1) -> Tensor:
+    """Add columns (N, C kh kw, Ho Wo) where unfold found them -> (N, C, H, W), with (H, W) = output_size."""
+    x, window, size = tensor(x), pair('kernel_size', kernel_size, 1), pair('output_size', output_size, 1)
+    C, settings = x.shape[-2] // math.prod(window), dict(stride=stride, padding=padding, dilation=dilation, groups=1)
+    taps = _taps(C, window, x)
+    places = sizes_of(np.empty((1, 1, *size)), taps.array[:1], **settings)                      # type: ignore[arg-type]
+    least = transposed_sizes((1, 1, places.Ho, places.Wo), (1, 1, *window), 0, **settings)      # type: ignore[arg-type]
+    more = size[0] - least.H, size[1] - least.W
+    return conv_transpose2d(x.reshape(*x.shape[:-1], places.Ho, places.Wo), taps, None, stride, padding, more, C, dilation)
+
+
+def _taps(channels: int, window: tuple[int, int], like: Tensor) -> Tensor:
+    """Return filters (channels kh kw, 1, kh, kw): for each channel and element of the window one that picks the element."""
+    picks = np.eye(math.prod(window)).reshape(-1, 1, *window)
+    return Tensor(np.tile(picks, (channels, 1, 1, 1)), dtype=like.dtype, device=like.device)
+
+
+def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,
+           padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1) -> Tensor:
     """Convolve sequences with filters: x (N, C, L), weight (O, C / groups, k), bias (O,) or None -> (N, O, Lo).
 
     The settings are the same as conv2d's, which computes it with images of height 1.
@@ -718,10 +918,8 @@ def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
     x, weight = tensor(x), tensor(weight)
     if x.ndim not in (2, 3) or weight.ndim != 3:
         raise ValueError(f'conv1d: expected x (N, C, L) and weight (O, C / groups, k), got {x.shape} and {weight.shape}')
-    if x.ndim == 2:
-        return conv1d(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-    return conv2d(x.unsqueeze(2), weight.unsqueeze(2), bias, (1, stride), padding if isinstance(padding, str) else (0, padding),
-                  (1, dilation), groups).reshape(len(x), len(weight), -1)
+    padding = padding if isinstance(padding, str) else (0, one(padding))            # type: ignore[assignment]
+    return conv2d(x.unsqueeze(-2), weight.unsqueeze(2), bias, (1, one(stride)), padding, (1, one(dilation)), groups).squeeze(-2)
 
 
 def max_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
@@ -759,14 +957,21 @@ def max_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding:
                ceil_mode: bool = False) -> Tensor:
     """Return the maximum of each window: x (N, C, L) -> (N, C, Lo).  Settings as in max_pool2d."""
     x = _with_height('max_pool1d', x)
-    return max_pool2d(x, (1, kernel_size), stride and (1, stride), (0, padding), (1, dilation), ceil_mode).squeeze(-2)
+    return max_pool2d(x, (1, one(kernel_size)), stride and (1, one(stride)), (0, one(padding)), (1, one(dilation)),
+                      ceil_mode).squeeze(-2)
 
 
 def avg_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False,
                count_include_pad: bool = True) -> Tensor:
     """Return the average of each window: x (N, C, L) -> (N, C, Lo).  Settings as in avg_pool2d."""
     x = _with_height('avg_pool1d', x)
-    return avg_pool2d(x, (1, kernel_size), stride and (1, stride), (0, padding), ceil_mode, count_include_pad).squeeze(-2)
+    return avg_pool2d(x, (1, one(kernel_size)), stride and (1, one(stride)), (0, one(padding)), ceil_mode,
+                      count_include_pad).squeeze(-2)
+
+
+def one(value: Any) -> Any:
+    """Return the setting of a function of sequences, given as itself or as PyTorch's (value,)."""
+    return value[0] if isinstance(value, tuple | list) and len(value) == 1 else value
 
 
 def _with_height(who: str, x: Numbers) -> Tensor:
@@ -786,7 +991,7 @@ def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
     x = tensor(x)
     if x.ndim not in (3, 4):
         raise ValueError(f'adaptive_avg_pool2d: expected x (N, C, H, W), got shape {x.shape}')
-    sizes, given = pair('output_size', output_size, 1), x.shape[-2:]
+    sizes, given = _adapted(output_size, x), x.shape[-2:]
     if not any(n % size for n, size in zip(given, sizes, strict=True)):
         return avg_pool2d(x, [n // size for n, size in zip(given, sizes, strict=True)])
     dtype = x.dtype if _is_double(x) else None
@@ -794,13 +999,105 @@ def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
     return rows @ x @ columns.T
 
 
+def adaptive_avg_pool1d(x: Numbers, output_size: int) -> Tensor:
+    """Return the averages of output_size windows: x (N, C, L) -> (N, C, output_size)."""
+    return adaptive_avg_pool2d(_with_height('adaptive_avg_pool1d', x), (1, one(output_size))).squeeze(-2)
+
+
+def adaptive_max_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
+    """Return the maxima of the windows of adaptive_avg_pool2d."""
+    x = tensor(x)
+    if x.ndim not in (3, 4):
+        raise ValueError(f'adaptive_max_pool2d: expected x (N, C, H, W), got shape {x.shape}')
+    sizes, given = _adapted(output_size, x), x.shape[-2:]
+    if not any(n % size for n, size in zip(given, sizes, strict=True)):
+        return max_pool2d(x, [n // size for n, size in zip(given, sizes, strict=True)])
+    for axis, n, size in zip((-2, -1), given, sizes, strict=True):
+        x = stack([x.take(np.arange(*window), axis).max(axis) for window in _windows(n, size)], axis)
+    return x
+
+
+def adaptive_max_pool1d(x: Numbers, output_size: int) -> Tensor:
+    """Return the maxima of output_size windows: x (N, C, L) -> (N, C, output_size)."""
+    return adaptive_max_pool2d(_with_height('adaptive_max_pool1d', x), (1, one(output_size))).squeeze(-2)
+
+
+def _adapted(output_size: Any, x: Tensor) -> tuple[int, int]:
+    """Return an output size as a pair, in which None is the size of x."""
+    both = output_size if isinstance(output_size, tuple | list) else (output_size, output_size)
+    return pair('output_size', [n if size is None else size for size, n in zip(both, x.shape[-2:], strict=True)], 1)
+
+
+def _windows(n: int, size: int) -> list[tuple[int, int]]:
+    """Return first and end of `size` windows that cover n elements."""
+    return [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
+
+
 def _averages(n: int, size: int) -> np.ndarray:
     """Return the matrix (size, n) whose product with n elements is their averages over `size` windows."""
     found = np.zeros((size, n))
-    for i in range(size):
-        first, end = i * n // size, -(-(i + 1) * n // size)
+    for i, (first, end) in enumerate(_windows(n, size)):
         found[i, first:end] = 1 / (end - first)
     return found
+
+
+def interpolate(x: Numbers, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None,
+                mode: str = 'nearest', align_corners: bool | None = None) -> Tensor:
+    """Resize the axes after the second of x (N, C, L) or (N, C, H, W) to `size`, or by a factor, rounded down.
+
+    mode: 'nearest'; 'linear' for (N, C, L) and 'bilinear' for (N, C, H, W): weighted sums of neighbours, where align_corners
+    lets the outermost elements coincide instead of their outer edges; 'area': adaptive_avg_pool2d
+    """
+    x = tensor(x)
+    axes, given = tuple(range(2, x.ndim)), x.shape[2:]
+    modes = {1: ('nearest', 'linear', 'area'), 2: ('nearest', 'bilinear', 'area')}.get(len(axes), ())
+    if mode not in modes or (size is None) == (scale_factor is None):
+        raise ValueError(f'interpolate: expected x (N, C, L) or (N, C, H, W), size or scale_factor, and a mode of '
+                         f'{", ".join(modes) or "theirs"}, got shape {x.shape}, size {size}, scale_factor {scale_factor} and '
+                         f'mode {mode!r}')
+    factors: Any = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * len(axes)
+    sizes: Any = ([int(n * factor) for n, factor in zip(given, factors, strict=True)] if size is None else
+                  size if isinstance(size, tuple | list) else [size] * len(axes))
+    if mode == 'area':
+        return adaptive_avg_pool2d(x, sizes) if len(axes) == 2 else adaptive_avg_pool1d(x, sizes[0])
+    for axis, n, to, factor in zip(axes, given, sizes, factors, strict=True):
+        step = n / to if factor is None else 1 / factor
+        if mode == 'nearest':
+            x = x.take(np.minimum((np.arange(to) * step).astype(np.int64), n - 1), axis)
+            continue
+        if align_corners:
+            places = np.arange(to) * ((n - 1) / builtins.max(to - 1, 1))
+        else:
+            places = np.maximum((np.arange(to) + 0.5) * step - 0.5, 0)
+        first = np.minimum(places.astype(np.int64), n - 1)
+        weights, share = np.zeros((n, to)), places - first
+        np.add.at(weights, (first, np.arange(to)), 1 - share)
+        np.add.at(weights, (np.minimum(first + 1, n - 1), np.arange(to)), share)
+        matrix = Tensor(weights, dtype=x.dtype, device=x.device)
+        x = (x.swapaxes(axis, -1) @ matrix).swapaxes(axis, -1)
+    return x
+
+
+def pixel_shuffle(x: Numbers, upscale_factor: int) -> Tensor:
+    """Move channels into space: x (N, C r^2, H, W) -> (N, C, H r, W r) for r = upscale_factor."""
+    x, r = tensor(x), upscale_factor
+    *N, C, H, W = x.shape
+    if C % (r * r):
+        raise ValueError(f'pixel_shuffle: expected a multiple of {r * r} channels, got shape {x.shape}')
+    n = len(N)
+    return x.reshape(*N, C // (r * r), r, r, H, W).permute(*range(n), n, n + 3, n + 1, n + 4, n + 2).reshape(
+        *N, C // (r * r), H * r, W * r)
+
+
+def pixel_unshuffle(x: Numbers, downscale_factor: int) -> Tensor:
+    """Move space into channels: the inverse of pixel_shuffle."""
+    x, r = tensor(x), downscale_factor
+    *N, C, H, W = x.shape
+    if H % r or W % r:
+        raise ValueError(f'pixel_unshuffle: expected sizes that {r} divides, got shape {x.shape}')
+    n = len(N)
+    return x.reshape(*N, C, H // r, r, W // r, r).permute(*range(n), n, n + 2, n + 4, n + 1, n + 3).reshape(
+        *N, C * r * r, H // r, W // r)
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------------
@@ -1006,6 +1303,86 @@ def kl_div(x: Numbers, target: Numbers, reduction: str = 'mean', log_target: boo
     return _reduced('kl_div', losses, reduction)
 
 
+def cosine_embedding_loss(x1: Numbers, x2: Numbers, target: Numbers, margin: float = 0.0, reduction: str = 'mean') -> Tensor:
+    """Return the mean of 1 - cos(x1, x2) where target is 1, and of max(0, cos(x1, x2) - margin) where it is -1."""
+    cosine = cosine_similarity(x1, x2, -1)
+    losses = where(tensor(target, cosine) == 1, 1 - cosine, relu(cosine - margin))
+    return _reduced('cosine_embedding_loss', losses, reduction)
+
+
+def margin_ranking_loss(x1: Numbers, x2: Numbers, target: Numbers, margin: float = 0.0, reduction: str = 'mean') -> Tensor:
+    """Return the mean of max(0, margin - target (x1 - x2)), for targets 1 and -1."""
+    return _reduced('margin_ranking_loss', relu(margin - tensor(target) * (tensor(x1) - x2)), reduction)
+
+
+def hinge_embedding_loss(x: Numbers, target: Numbers, margin: float = 1.0, reduction: str = 'mean') -> Tensor:
+    """Return the mean of x where target is 1, and of max(0, margin - x) where it is -1."""
+    x = tensor(x)
+    return _reduced('hinge_embedding_loss', where(tensor(target, x) == 1, x, relu(margin - x)), reduction)
+
+
+def triplet_margin_loss(anchor: Numbers, positive: Numbers, negative: Numbers, margin: float = 1.0, p: float = 2.0,
+                        eps: float = 1e-6, swap: bool = False, reduction: str = 'mean') -> Tensor:
+    """Return the mean of max(0, d(anchor, positive) - d(anchor, negative) + margin), for d = pairwise_distance.
+
+    swap: d(positive, negative) replaces d(anchor, negative) where it is smaller
+    """
+    far = pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = minimum(far, pairwise_distance(positive, negative, p, eps))
+    return _reduced('triplet_margin_loss', relu(pairwise_distance(anchor, positive, p, eps) - far + margin), reduction)
+
+
+def soft_margin_loss(x: Numbers, target: Numbers, reduction: str = 'mean') -> Tensor:
+    """Return the mean of log(1 + e^(-target x)), for targets 1 and -1."""
+    return _reduced('soft_margin_loss', softplus(-tensor(target) * x), reduction)
+
+
+def multilabel_soft_margin_loss(x: Numbers, target: Numbers, weight: Numbers | None = None, reduction: str = 'mean') -> Tensor:
+    """Return the mean of binary_cross_entropy_with_logits over classes, the last axis, then over rows."""
+    losses = binary_cross_entropy_with_logits(x, target, weight, 'none').mean(-1)
+    return _reduced('multilabel_soft_margin_loss', losses, reduction)
+
+
+def multi_margin_loss(x: Numbers, labels: Numbers, p: int = 1, margin: float = 1.0, weight: Numbers | None = None,
+                      reduction: str = 'mean') -> Tensor:
+    """Return the mean of sum_c max(0, margin - x[label] + x[c])^p / C over the classes c other than the label; x (..., C).
+
+    weight (C,): factor of the terms of rows with each label
+    """
+    x, labels = tensor(x), tensor(labels)
+    right = x.take_along_axis(labels.unsqueeze(-1), -1)
+    terms = relu(margin - right + x) ** p
+    if weight is not None:
+        terms = terms * tensor(weight, x)[labels].unsqueeze(-1)
+    return _reduced('multi_margin_loss', (terms * (1 - one_hot(labels, x.shape[-1]))).mean(-1), reduction)
+
+
+def gaussian_nll_loss(x: Numbers, target: Numbers, var: Numbers, full: bool = False, eps: float = 1e-6,
+                      reduction: str = 'mean') -> Tensor:
+    """Return the mean of (log var + (x - target)^2 / var) / 2; var counts as at least eps.   full: add log(2 pi) / 2"""
+    x, spread = tensor(x), tensor(var)
+    if spread.ndim == x.ndim - 1:
+        spread = spread.unsqueeze(-1)
+    spread = where(spread.detach() < eps, eps, spread)
+    losses = (log(spread) + (x - target) ** 2 / spread) * 0.5
+    return _reduced('gaussian_nll_loss', losses + math.log(2 * math.pi) / 2 if full else losses, reduction)
+
+
+def poisson_nll_loss(x: Numbers, target: Numbers, log_input: bool = True, full: bool = False, eps: float = 1e-8,
+                     reduction: str = 'mean') -> Tensor:
+    """Return the mean of e^x - target x, or of x - target log(x + eps) without log_input.
+
+    full: add Stirling's approximation of log(target!) where target > 1
+    """
+    x, target = tensor(x), tensor(target)
+    losses = exp(x) - target * x if log_input else x - target * log(x + eps)
+    if full:
+        many = where(target > 1, target, 1.0)
+        losses = losses + where(target > 1, many * log(many) - many + 0.5 * log(2 * math.pi * many), 0.0)
+    return _reduced('poisson_nll_loss', losses, reduction)
+
+
 def _reduced(who: str, losses: Tensor, reduction: str) -> Tensor:
     """Return the mean, the sum, or the losses themselves."""
     check_reduction(who, reduction)
@@ -1020,6 +1397,11 @@ def normalize(x: Numbers, p: float = 2.0, axis: int = 1, eps: float = 1e-12) -> 
     return x / norm(x, p, axis, True).maximum(eps)
 
 
+def pairwise_distance(x1: Numbers, x2: Numbers, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    """Return the p-norm of x1 - x2 + eps along the last axis."""
+    return norm(tensor(x1) - x2 + eps, p, -1, keepdim)
+
+
 def cosine_similarity(a: Numbers, b: Numbers, axis: int = 1, eps: float = 1e-8) -> Tensor:
     """Return the cosine of the angle between vectors along an axis.  Norms count as at least eps."""
     a, b = tensor(a), tensor(b)
@@ -1030,7 +1412,7 @@ def _accept_torch_names() -> None:
     """Let the functions of this module take their arguments by PyTorch's names, too."""
     for name, function in list(globals().items()):
         is_own = isinstance(function, FunctionType) and function.__module__ == __name__
-        if is_own and not name.startswith(('_', 'check_', 'tensor')):
+        if is_own and not name.startswith(('_', 'check_', 'tensor')) and name != 'one':
             globals()[name] = accepts_torch_names(function)
 
 

@@ -1,16 +1,15 @@
 """Containers of modules.  Their manual backward calls the members in reverse order."""
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, Self
 
 from pyops import ops
 from pyops.autograd import apply
 from pyops.backend import empty_gradient, launch
-from pyops.nn.module import Layer, Module
+from pyops.nn.module import Layer, Module, Parameter, check_member_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pyops.typing import Array
 
@@ -26,134 +25,223 @@ def _module(module: Any) -> Module:
     return module
 
 
-class _Modules(Module):
-    """Base of the containers that behave as a list of modules, named '0', '1', ..."""
-    layers: list[Module]
+class _List(Module):
+    """Base of the containers that behave as a list of members, named '0', '1', ..., or by names of their own."""
+    layers: list[Any]
+    _names: tuple[str, ...] = ()        # empty: the numbers
+    _is_view = False                    # whether the members belong to other trees
 
-    def members(self) -> Iterator[tuple[str, Module]]:
-        for i, module in enumerate(self.layers):
-            yield str(i), module
+    def _member(self, value: Any) -> Any:
+        """Return a value that is given as a member.  TypeError for anything else."""
+        return _module(value)
+
+    def members(self) -> Iterator[tuple[str, Any]]:
+        yield from zip(self._names or map(str, range(len(self.layers))), self.layers, strict=True)
+
+    def build(self) -> Self:
+        if not self._is_view or self._parent is not None:
+            return super().build()
+        for member in self.layers:
+            if isinstance(member, Module):
+                member.root().build()
+        vars(self)['_is_built'] = True
+        return self
+
+    def _view(self, members: Sequence[tuple[str, Any]]) -> Self:
+        """Return a container of this class of members that stay in their trees."""
+        view = type(self).__new__(type(self))
+        vars(view).update(layers=[member for _, member in members], _names=_renumbered(members), _is_view=True)
+        return view                             # without __setattr__, which would move the members to a new tree
+
+    def _change(self, change: Callable[[list[tuple[str, Any]]], Any]) -> Self:
+        """Call change(members), which edits the list, and return self."""
+        members = list(self.members())
+        change(members)
+        vars(self).update(_names=_renumbered(members), _is_view=False)
+        self.layers = [member for _, member in members]         # an assignment makes them members
+        return self
+
+    def _numbered(self, values: Iterable[Any]) -> list[tuple[str, Any]]:
+        return [('0', self._member(value)) for value in values]
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __iter__(self) -> Iterator[Module]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.layers)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a module or, for a slice, a list of them."""
-        return self.layers[index]
+        """Return a member or, for a slice, a container of the same members."""
+        return self._view(list(self.members())[index]) if isinstance(index, slice) else self.layers[index]
 
-    def __setitem__(self, index: int, module: Module) -> None:
-        layers = list(self.layers)
-        layers[operator.index(index)] = _module(module)
-        self.layers = layers                    # an assignment of an attribute makes the modules members
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            self._change(lambda members: members.__setitem__(index, self._numbered(value)))
+            return
+        name, value = list(self.members())[index][0], self._member(value)
+        self._change(lambda members: members.__setitem__(index, (name, value)))
 
     def __delitem__(self, index: Any) -> None:
-        layers = list(self.layers)
-        del layers[index]
-        self.layers = layers
+        """Remove members; the names of the others become their numbers, as in PyTorch."""
+        rest = list(self.layers)
+        del rest[index]
+        self._change(lambda members: members.__setitem__(slice(None), self._numbered(rest)))
 
-    def append(self, module: Module) -> Self:
-        """Add a module at the end, and return self."""
-        return self.extend([module])
+    def __add__(self, other: Iterable[Any]) -> Self:
+        """Return a container of the members of both, which stay members of these, too."""
+        return self._view([*self.members(), *self._numbered(other)])
 
-    def extend(self, modules: Iterable[Module]) -> Self:
-        """Add modules at the end, and return self."""
-        self.layers = [*self.layers, *map(_module, modules)]
-        return self
+    def __iadd__(self, other: Iterable[Any]) -> Self:
+        return self.extend(other)
 
-    def insert(self, index: int, module: Module) -> Self:
-        """Add a module before the one at `index`, and return self."""
-        layers = list(self.layers)
-        layers.insert(index, _module(module))
-        self.layers = layers
-        return self
+    def append(self, value: Any) -> Self:
+        """Add a member at the end, and return self."""
+        return self.extend([value])
 
-    def pop(self, index: int = -1) -> Module:
-        """Remove a module, and return it."""
-        module = self.layers[index]
+    def extend(self, values: Iterable[Any]) -> Self:
+        """Add members at the end, and return self."""
+        added = self._numbered(values)
+        return self._change(lambda members: members.extend(added))
+
+    def insert(self, index: int, value: Any) -> Self:
+        """Add a member before the one at `index`, and return self."""
+        (added,) = self._numbered([value])
+        return self._change(lambda members: members.insert(index, added))
+
+    def pop(self, index: int = -1) -> Any:
+        """Remove a member, and return it."""
+        member = self.layers[index]
         del self[index]
-        return module
-
+        return member
 
     def add_module(self, name: str, module: Module | None) -> None:
-        """Append a module.  KeyError unless its name is the next number."""
+        """Append a module with a name of its own.  KeyError for a name that is empty, has a point or is in use."""
         if name != str(len(self)):
-            raise KeyError(f'{name!r}: expected {str(len(self))!r}: {type(self).__name__} names its modules by number')
-        self.append(_module(module))
+            check_member_name(self, name)
+        if name in dict(self.members()):
+            raise KeyError(f'{name}: {type(self).__name__} has a member of this name')
+        added = name, self._member(module)
+        self._change(lambda members: members.append(added))
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            raise AttributeError(f'{type(self).__name__} has no attribute {name!r}')
+        return dict(self.members())[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != '_is_view'}
 
 
-class ModuleList(_Modules):
+def _renumbered(members: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    """Return the names of members, numbers replaced by their positions; () if all are numbers."""
+    names = tuple(str(i) if name.isdigit() else name for i, (name, _) in enumerate(members))
+    return () if all(map(str.isdigit, names)) else names
+
+
+class ModuleList(_List):
     """A list of modules, which are members of the module that has it as an attribute.  A plain list works too."""
 
     def __init__(self, modules: Iterable[Module] = ()) -> None:
-        self.layers = list(map(_module, modules))
+        self.layers = list(map(self._member, modules))
 
 
-class ModuleDict(Module):
-    """A dict of modules by name, which are members of the module that has it as an attribute.  A plain dict works too."""
+class ParameterList(_List):
+    """A list of Parameters; Tensors and arrays become Parameters.  A plain list of Parameters works too."""
 
-    def __init__(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]] = ()) -> None:
-        self.modules_by_name: dict[str, Module] = {}
-        self.update(modules)
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        self.layers = list(map(self._member, values))
 
-    def members(self) -> Iterator[tuple[str, Module]]:
-        yield from self.modules_by_name.items()
+    def _member(self, value: Any) -> Parameter:
+        return value if isinstance(value, Parameter) else Parameter(value)
+
+
+class _Dict(Module):
+    """Base of the containers that behave as a dict of members by name."""
+    _by_name: dict[str, Any]
+
+    def _member(self, value: Any) -> Any:
+        return _module(value)
+
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        self._by_name = {}
+        self.update(values)
+
+    def members(self) -> Iterator[tuple[str, Any]]:
+        yield from self._by_name.items()
 
     def add_module(self, name: str, module: Module | None) -> None:
         """Add a module."""
-        self.update({name: _module(module)})
+        self.update({name: module})                     # type: ignore[dict-item]
 
-    def update(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]]) -> None:
-        """Add modules; a module with the same name is replaced."""
-        given = {name: _module(module) for name, module in dict(modules).items()}
+    def update(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Add members; one with the same name is replaced."""
+        given = {name: self._member(value) for name, value in dict(values).items()}
         for name in given:
             if not isinstance(name, str) or not name or '.' in name:
-                raise ValueError(f'ModuleDict: expected names without a point, got {name!r}')
-        self.modules_by_name = {**self.modules_by_name, **given}
+                raise ValueError(f'{type(self).__name__}: expected names without a point, got {name!r}')
+        self._by_name = {**self._by_name, **given}
 
-    def __setitem__(self, name: str, module: Module) -> None:
-        self.update({name: module})
+    def clear(self) -> None:
+        """Remove all members."""
+        self._by_name = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
 
     def __delitem__(self, name: str) -> None:
         self.pop(name)
 
-    def pop(self, name: str) -> Module:
-        """Remove a module, and return it."""
-        rest = dict(self.modules_by_name)
-        module = rest.pop(name)
-        self.modules_by_name = rest
-        return module
+    def pop(self, name: str) -> Any:
+        """Remove a member, and return it."""
+        rest = dict(self._by_name)
+        member = rest.pop(name)
+        self._by_name = rest
+        return member
 
     def __getitem__(self, name: str) -> Any:
-        return self.modules_by_name[name]
+        return self._by_name[name]
 
     def __len__(self) -> int:
-        return len(self.modules_by_name)
+        return len(self._by_name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.modules_by_name)
+        return iter(self._by_name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.modules_by_name
+        return name in self._by_name
 
     def keys(self) -> Any:
-        return self.modules_by_name.keys()
+        return self._by_name.keys()
 
     def values(self) -> Any:
-        return self.modules_by_name.values()
+        return self._by_name.values()
 
     def items(self) -> Any:
-        return self.modules_by_name.items()
+        return self._by_name.items()
 
 
-class Sequential(_Modules, Layer):
-    """Run modules in sequence; their names are '0', '1', ..."""
+class ModuleDict(_Dict):
+    """A dict of modules by name, which are members of the module that has it as an attribute.  A plain dict works too."""
+
+
+class ParameterDict(_Dict):
+    """A dict of Parameters by name; Tensors and arrays become Parameters.  A plain dict of Parameters works too."""
+
+    def _member(self, value: Any) -> Parameter:
+        return value if isinstance(value, Parameter) else Parameter(value)
+
+
+class Sequential(_List, Layer):
+    """Run modules in sequence; their names are '0', '1', ..., or the names of a dict, given as the only argument."""
     seed: int | None = 0
 
-    def __init__(self, *modules: Module) -> None:
-        self.layers = list(map(_module, modules))
+    def __init__(self, *modules: Any) -> None:
+        named = dict(modules[0]) if len(modules) == 1 and isinstance(modules[0], dict) else None
+        for name in named or ():
+            check_member_name(self, name)
+        if named is not None:
+            vars(self)['_names'] = _renumbered(list(named.items()))
+        self.layers = list(map(self._member, modules if named is None else named.values()))
 
     def forward_tensors(self, x: Any) -> Any:
         for module in self.layers:

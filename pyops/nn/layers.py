@@ -65,6 +65,25 @@ class Flatten(Layer):
         return '' if (self.start_dim, self.end_dim) == (1, -1) else f'start_dim={self.start_dim}, end_dim={self.end_dim}'
 
 
+class Unflatten(Layer):
+    """Split an axis into several, of these sizes: the inverse of Flatten.  One size may be -1."""
+
+    def __init__(self, dim: int, unflattened_size: Sequence[int]) -> None:
+        self.dim, self.unflattened_size = operator.index(dim), tuple(unflattened_size)
+
+    def forward_tensors(self, x: Any) -> Any:
+        (axis,) = normal_axes(self.dim, len(x.shape))
+        sizes, known = list(self.unflattened_size), math.prod(n for n in self.unflattened_size if n != -1)
+        if -1 in sizes and known:
+            sizes[sizes.index(-1)] = x.shape[axis] // known
+        if math.prod(sizes) != x.shape[axis]:
+            raise ValueError(f'unflattened_size: expected sizes with product {x.shape[axis]}, got {self.unflattened_size}')
+        return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1:])
+
+    def settings(self) -> str:
+        return f'dim={self.dim}, unflattened_size={self.unflattened_size}'
+
+
 class Linear(KernelLayer):
     """y = x weight' + bias;  x (..., in_features), y (..., out_features).
 
@@ -83,6 +102,25 @@ class Linear(KernelLayer):
         return f'{self.in_features}, {self.out_features}{", bias=False" if self.bias is None else ""}'
 
 
+class Bilinear(Layer):
+    """y[..., o] = x1 weight[o] x2' + bias[o];  x1 (..., in1_features), x2 (..., in2_features), y (..., out_features).
+
+    weight (out_features, in1_features, in2_features), bias (out_features,) or None, uniform in +-in1_features^-0.5.
+    """
+
+    def __init__(self, in1_features: int, in2_features: int, out_features: int, bias: bool = True) -> None:
+        self.in1_features, self.in2_features, self.out_features = in1_features, in2_features, out_features
+        values = init.uniform(-in1_features ** -0.5, in1_features ** -0.5)
+        self.weight = Parameter((out_features, in1_features, in2_features), values)
+        self.bias = Parameter((out_features,), values) if bias else None
+
+    def forward_tensors(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return F.bilinear(x1, x2, self.weight, self.bias)
+
+    def settings(self) -> str:
+        return f'{self.in1_features}, {self.in2_features}, {self.out_features}{", bias=False" if self.bias is None else ""}'
+
+
 class _Activation(KernelLayer):
     """Base of activations with a kernel.  inplace: accepted as in PyTorch, without effect: x is never changed."""
 
@@ -95,45 +133,6 @@ class ReLU(_Activation):
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.ReLU, {}, {'name': self._path or 'relu'}
-
-
-class LeakyReLU(Layer):
-    """y = x for x > 0, else negative_slope * x.  inplace: without effect, as in ReLU."""
-
-    def __init__(self, negative_slope: float = 0.01, inplace: bool = False) -> None:
-        self.negative_slope, self.inplace = negative_slope, inplace
-
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.leaky_relu(x, self.negative_slope)
-
-    def settings(self) -> str:
-        return f'{self.negative_slope}'
-
-
-class ELU(Layer):
-    """y = x where x > 0, else alpha (e^x - 1).  inplace has no effect."""
-
-    def __init__(self, alpha: float = 1.0, inplace: bool = False) -> None:
-        self.alpha = alpha
-
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.elu(x, self.alpha)
-
-    def settings(self) -> str:
-        return f'alpha={self.alpha}'
-
-
-class Softplus(Layer):
-    """y = log(1 + e^(beta x)) / beta, and x where beta x > threshold."""
-
-    def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
-        self.beta, self.threshold = beta, threshold
-
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.softplus(x, self.beta, self.threshold)
-
-    def settings(self) -> str:
-        return f'beta={self.beta}, threshold={self.threshold}'
 
 
 class SiLU(_Activation):
@@ -157,20 +156,6 @@ class GELU(_Activation):
 
     def settings(self) -> str:
         return '' if self.approximate == 'none' else f'approximate={self.approximate!r}'
-
-
-class Tanh(Layer):
-    """y = tanh(x)"""
-
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.tanh(x)
-
-
-class Sigmoid(Layer):
-    """y = 1 / (1 + exp(-x))"""
-
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.sigmoid(x)
 
 
 class Softmax(Layer):
@@ -270,6 +255,30 @@ class Dropout(Layer):
 
     def settings(self) -> str:
         return f'p={self.p}'
+
+
+class Dropout1d(Dropout):
+    """Dropout of whole channels: x (N, C, ...)."""
+
+    def forward_tensors(self, x: Tensor, mask: Numbers | None = None) -> Tensor:
+        if not (self.training and self.p):
+            return x
+        kept = super().forward_tensors(F.tensor(np.ones(x.shape[:2], np.float32), x), mask)
+        return x * kept.reshape(*x.shape[:2], *[1] * (x.ndim - 2))
+
+    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
+        return Layer.forward_arrays(self, x)
+
+    def backward(self, dy: Array, ctx: Any) -> Array:
+        return Layer.backward(self, dy, ctx)
+
+
+class Dropout2d(Dropout1d):
+    """Dropout of whole channels of images (N, C, H, W)."""
+
+
+class Dropout3d(Dropout1d):
+    """Dropout of whole channels of volumes (N, C, D, H, W)."""
 
 
 class LayerNorm(KernelLayer):
@@ -385,6 +394,11 @@ class BatchNorm2d(_BatchNorm):
     dimensions = 4,
 
 
+class BatchNorm3d(_BatchNorm):
+    """BatchNorm1d of volumes (N, features, D, H, W): each channel is normalised over N, D, H and W."""
+    dimensions = 5,
+
+
 class GroupNorm(Layer):
     """Normalise each group of channels of each sample to mean 0 and variance 1, then scale by weight and add bias.
 
@@ -407,6 +421,62 @@ class GroupNorm(Layer):
         return f'{self.num_groups}, {self.num_channels}{"" if self.weight is not None else ", affine=False"}'
 
 
+class _InstanceNorm(Layer):
+    """Normalise each channel of each sample to mean 0 and variance 1;  x (N, channels, ...) or one sample.
+
+    affine=True: then scale by weight and add bias.  track_running_stats: False; there are no running statistics.
+    """
+    dimensions = 0          # axes after the channels
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = False,
+                 track_running_stats: bool = False) -> None:
+        if track_running_stats:
+            raise ValueError(f'{type(self).__name__}: track_running_stats: expected False, got True; every sample has '
+                             'statistics of its own')
+        self.num_features, self.eps, self.momentum, self.affine = num_features, eps, momentum, affine
+        self.weight = Parameter((num_features,), init.ones()) if affine else None
+        self.bias = Parameter((num_features,), init.zeros()) if affine else None
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        if x.ndim not in (self.dimensions + 1, self.dimensions + 2) or x.shape[-self.dimensions - 1] != self.num_features:
+            raise ValueError(f'x: expected {self.dimensions + 2} axes, the second of size {self.num_features}, got {x.shape}')
+        one = x.ndim == self.dimensions + 1
+        y = F.group_norm(x.unsqueeze(0) if one else x, self.num_features, self.weight, self.bias, self.eps)
+        return y.squeeze(0) if one else y
+
+    def settings(self) -> str:
+        return f'{self.num_features}{", affine=True" if self.affine else ""}'
+
+
+class InstanceNorm1d(_InstanceNorm):
+    """Normalise each channel of each sequence (N, channels, L) to mean 0 and variance 1."""
+    dimensions = 1
+
+
+class InstanceNorm2d(_InstanceNorm):
+    """Normalise each channel of each image (N, channels, H, W) to mean 0 and variance 1."""
+    dimensions = 2
+
+
+class RMSNorm(Layer):
+    """Divide the last axes, of sizes normalized_shape, by their root mean square, then scale by weight.
+
+    eps: added to the mean square; None: the distance from 1 to the next float32.  elementwise_affine=False: without weight.
+    """
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None = None,
+                 elementwise_affine: bool = True) -> None:
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.eps = eps
+        self.weight = Parameter(self.normalized_shape, init.ones()) if elementwise_affine else None
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+    def settings(self) -> str:
+        return f'{self.normalized_shape}, eps={self.eps}'
+
+
 class Embedding(KernelLayer):
     """y = weight[ids];  ids (...) of any integer type, y (..., embedding_dim).
 
@@ -422,6 +492,15 @@ class Embedding(KernelLayer):
         normal = init.normal(1.0)
         self.weight = Parameter((num_embeddings, embedding_dim),
                                 normal if self.padding_idx is None else init.with_zero_row(normal, self.padding_idx))
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Numbers, freeze: bool = True, padding_idx: int | None = None) -> Embedding:
+        """Return a layer with this table (num_embeddings, embedding_dim).   freeze: it is not trained"""
+        rows, size = np.shape(embeddings)               # type: ignore[arg-type]
+        layer = cls(rows, size, padding_idx)
+        layer.weight.assign(embeddings)
+        layer.weight.requires_grad_(not freeze)
+        return layer
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.Embedding, {'weight': self.weight}, {'padding_idx': self.padding_idx}
@@ -445,47 +524,131 @@ class _Images(KernelLayer):
         return super().forward_tensors(x.unsqueeze(0)).squeeze(0)
 
 
-class Conv2d(_Images):
+class _Convolution(_Images):
+    """Base of the convolutions.  DIMENSIONS: axes of an image after the channels.
+
+    weight (out_channels, in_channels / groups, *kernel_size) is initialised with kaiming_uniform, bias (out_channels,) with
+    zeros.  kernel_size, stride, padding and dilation: an int, or a tuple with one for each axis; padding also 'same' or
+    'valid'.  padding_mode: 'zeros', or 'reflect', 'replicate' or 'circular', as in F.pad.
+    """
+    DIMENSIONS = 2
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
+                 padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+                 bias: bool = True, padding_mode: str = 'zeros') -> None:
+        _naming(self, convolution.check_settings, *(x if isinstance(x, str) else self._both(x, fill) for x, fill in (
+            (stride, 1), (padding, 0), (dilation, 1))), groups)
+        if padding_mode not in ('zeros', 'reflect', 'replicate', 'circular'):
+            raise ValueError(f"{type(self).__name__}: padding_mode: expected 'zeros', 'reflect', 'replicate' or 'circular', "
+                             f'got {padding_mode!r}')
+        self.kernel_size = self._each('kernel_size', kernel_size, 1)
+        self.in_channels, self.out_channels, self.groups, self.padding_mode = in_channels, out_channels, groups, padding_mode
+        self.stride, self.dilation = self._each('stride', stride, 1), self._each('dilation', dilation, 1)
+        self.padding: Any = padding if isinstance(padding, str) else self._each('padding', padding, 0)
+        self._add_weights(bias)
+
+    def _add_weights(self, bias: bool) -> None:
+        self.weight, self.bias = _filters(self.in_channels, self.out_channels, self.kernel_size, self.groups, bias)
+
+    def _both(self, value: Any, fill: int) -> Any:
+        """Return a setting as the pair of images, whose height is 1 for sequences."""
+        return value if self.DIMENSIONS == 2 else (fill, F.one(value))
+
+    def _each(self, name: str, value: Any, least: int) -> tuple[int, ...]:
+        """Return a setting as a tuple with an int for each axis.  ValueError for fewer than `least`."""
+        return _naming(self, convolution.pair, name, self._both(value, 1), least)[-self.DIMENSIONS:]
+
+    def _padded(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Return x, padded if the mode is not zeros, and the padding that remains."""
+        if self.padding_mode == 'zeros' or self.padding == 'valid':
+            return x, self.padding
+        if self.padding == 'same':
+            totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+            widths = [(n // 2, n - n // 2) for n in totals]
+        else:
+            widths = [(n, n) for n in self.padding]
+        return F.pad(x, [n for pair in reversed(widths) for n in pair], self.padding_mode), 0
+
+    def settings(self) -> str:
+        one = (1,) * self.DIMENSIONS
+        options = (('stride', self.stride, one), ('padding', self.padding, (0,) * self.DIMENSIONS),
+                   ('dilation', self.dilation, one), ('groups', self.groups, 1), ('bias', self.bias is not None, True),
+                   ('padding_mode', self.padding_mode, 'zeros'), ('output_padding', getattr(self, 'output_padding', 0), 0))
+        more = ''.join(f', {name}={value!r}' for name, value, default in options if value != default)
+        return f'{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{more}'
+
+
+class Conv2d(_Convolution):
     """y[n, o] = sum over channels and window of x * weight[o], plus bias[o];  x (N, C, H, W) -> y (N, O, Ho, Wo).
 
     weight (out_channels, in_channels / groups, kh, kw) is initialised with kaiming_uniform, bias (out_channels,) with zeros.
     kernel_size, stride, padding and dilation: an int or a pair; padding also 'same' or 'valid'.  See pyops.ops.Conv2d.
+    padding_mode: 'zeros', or 'reflect', 'replicate' or 'circular', as in F.pad.
     """
-
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
-                 padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
-                 bias: bool = True) -> None:
-        self.kernel_size = _naming(self, convolution.pair, 'kernel_size', kernel_size, 1)
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
-        _naming(self, convolution.check_settings, stride, padding, dilation, groups)
-        self.weight, self.bias = _filters(in_channels, out_channels, self.kernel_size, groups, bias)
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return (ops.Conv2d, {'weight': self.weight} | ({'bias': self.bias} if self.bias is not None else {}),
                 {'stride': self.stride, 'padding': self.padding, 'dilation': self.dilation, 'groups': self.groups})
 
-    def settings(self) -> str:
-        options = (('stride', self.stride, 1), ('padding', self.padding, 0), ('dilation', self.dilation, 1),
-                   ('groups', self.groups, 1), ('bias', self.bias is not None, True))
-        more = ''.join(f', {name}={value!r}' for name, value, default in options if value != default)
-        return f'{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{more}'
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        if self.padding_mode == 'zeros':
+            return super().forward_tensors(x)
+        x, padding = self._padded(x)
+        return F.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
+
+    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
+        return super().forward_arrays(x) if self.padding_mode == 'zeros' else Layer.forward_arrays(self, x)
+
+    def backward(self, dy: Array, ctx: Any) -> Array:
+        return super().backward(dy, ctx) if self.padding_mode == 'zeros' else Layer.backward(self, dy, ctx)
 
 
-class Conv1d(Layer):
-    """Conv2d of sequences: x (N, C, L) -> y (N, O, Lo);  weight (out_channels, in_channels / groups, kernel_size)."""
-
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int | str = 0,
-                 dilation: int = 1, groups: int = 1, bias: bool = True) -> None:
-        self.kernel_size, self.in_channels, self.out_channels = _one(kernel_size), in_channels, out_channels
-        self.stride, self.padding, self.dilation, self.groups = _one(stride), _one(padding), _one(dilation), groups
-        _naming(self, convolution.check_settings, self.stride, self.padding, self.dilation, groups)
-        self.weight, self.bias = _filters(in_channels, out_channels, (self.kernel_size,), groups, bias)
+class Conv1d(_Convolution):
+    """Conv2d of sequences: x (N, C, L) -> y (N, O, Lo);  weight (out_channels, in_channels / groups, k).  Settings: ints."""
+    DIMENSIONS = 1
 
     def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.conv1d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        x, padding = self._padded(x)
+        return F.conv1d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
 
-    settings = Conv2d.settings
+    forward_arrays, backward = Layer.forward_arrays, Layer.backward
+
+
+class ConvTranspose2d(_Convolution):
+    """The transpose of Conv2d: x (N, C, H, W) -> y (N, O, Ho, Wo), Ho = (H - 1) stride - 2 padding + dilation (kh - 1) +
+    output_padding + 1.
+
+    weight (in_channels, out_channels / groups, kh, kw).  output_padding: below the stride.  See F.conv_transpose2d.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
+                 padding: int | Sequence[int] = 0, output_padding: int | Sequence[int] = 0, groups: int = 1, bias: bool = True,
+                 dilation: int | Sequence[int] = 1, padding_mode: str = 'zeros') -> None:
+        if padding_mode != 'zeros' or isinstance(padding, str):
+            raise ValueError(f"{type(self).__name__}: expected padding_mode 'zeros' and a padding of ints, got "
+                             f'{padding_mode!r} and {padding!r}')
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
+        self.output_padding = self._each('output_padding', output_padding, 0)
+
+    def _add_weights(self, bias: bool) -> None:
+        self.weight, _ = _filters(self.out_channels, self.in_channels, self.kernel_size, self.groups, False)
+        self.bias = Parameter((self.out_channels,), init.zeros()) if bias else None
+
+    def forward_tensors(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        more = self.output_padding
+        if output_size is not None:
+            least = [(n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in zip(
+                x.shape[-self.DIMENSIONS:], self.stride, self.padding, self.dilation, self.kernel_size, strict=True)]
+            more = tuple(n - m for n, m in zip(output_size[-self.DIMENSIONS:], least, strict=True))
+        function: Any = F.conv_transpose2d if self.DIMENSIONS == 2 else F.conv_transpose1d
+        return function(x, self.weight, self.bias, self.stride, self.padding, more, self.groups, self.dilation)
+
+    forward_arrays, backward = Layer.forward_arrays, Layer.backward
+
+
+class ConvTranspose1d(ConvTranspose2d):
+    """ConvTranspose2d of sequences: x (N, C, L) -> y (N, O, Lo);  weight (in_channels, out_channels / groups, k)."""
+    DIMENSIONS = 1
 
 
 class MaxPool2d(_Images):
@@ -541,9 +704,9 @@ class MaxPool1d(Layer):
                  return_indices: bool = False, ceil_mode: bool = False) -> None:
         if return_indices:
             raise ValueError('MaxPool1d: return_indices: expected False, got True; the op keeps its indices for itself')
-        self.kernel_size = _one(kernel_size)
-        self.stride, self.padding = self.kernel_size if stride is None else _one(stride), _one(padding)
-        self.dilation, self.ceil_mode = _one(dilation), ceil_mode
+        self.kernel_size = F.one(kernel_size)
+        self.stride, self.padding = self.kernel_size if stride is None else F.one(stride), F.one(padding)
+        self.dilation, self.ceil_mode = F.one(dilation), ceil_mode
         _naming(self, ops.MaxPool2d, self.kernel_size, self.stride, self.padding, self.dilation, ceil_mode)
 
     def forward_tensors(self, x: Tensor) -> Tensor:
@@ -557,8 +720,8 @@ class AvgPool1d(Layer):
 
     def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False,
                  count_include_pad: bool = True) -> None:
-        self.kernel_size = _one(kernel_size)
-        self.stride, self.padding = self.kernel_size if stride is None else _one(stride), _one(padding)
+        self.kernel_size = F.one(kernel_size)
+        self.stride, self.padding = self.kernel_size if stride is None else F.one(stride), F.one(padding)
         self.ceil_mode, self.count_include_pad = ceil_mode, count_include_pad
         _naming(self, ops.AvgPool2d, self.kernel_size, self.stride, self.padding, ceil_mode)
 
@@ -568,30 +731,12 @@ class AvgPool1d(Layer):
     settings = AvgPool2d.settings
 
 
-class AdaptiveAvgPool2d(Layer):
-    """The averages of output_size windows per axis: x (N, C, H, W) -> (N, C, Ho, Wo).  output_size: an int or a pair."""
-
-    def __init__(self, output_size: int | Sequence[int]) -> None:
-        self.output_size = convolution.pair('output_size', output_size, 1)
-
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.adaptive_avg_pool2d(x, self.output_size)
-
-    def settings(self) -> str:
-        return f'{self.output_size}'
-
-
 def _naming(layer: Layer, function: Any, *args: Any) -> Any:
     """Call a function that checks arguments of a layer; prefix its errors with the name of the layer."""
     try:
         return function(*args)
     except (TypeError, ValueError) as error:
         raise type(error)(f'{type(layer).__name__}: {error}') from None
-
-
-def _one(value: Any) -> Any:
-    """Return the setting of a layer of sequences, given as itself or as PyTorch's (value,)."""
-    return value[0] if isinstance(value, tuple | list) and len(value) == 1 else value
 
 
 def _pooling_settings(layer: Any, **defaults: Any) -> str:

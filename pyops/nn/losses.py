@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pyops import functional as F
 from pyops import ops
 from pyops.autograd import Tensor
-from pyops.nn.module import Layer
+from pyops.nn.module import FunctionLayer, Layer
 
 if TYPE_CHECKING:
     from pyops.typing import Array, Numbers
@@ -161,3 +161,50 @@ class KLDivLoss(_Difference):
 
     def losses(self, x: Tensor, target: Tensor) -> Tensor:
         return F.kl_div(x, target, self.reduction, self.log_target)
+
+
+# ---- distances and margins ---------------------------------------------------------------------------------------------
+
+class CosineSimilarity(FunctionLayer, function=F.cosine_similarity, dim=1, eps=1e-8):
+    """Return the cosine of the angle between vectors x1 and x2 along an axis."""
+
+
+class PairwiseDistance(FunctionLayer, function=F.pairwise_distance, p=2.0, eps=1e-6, keepdim=False):
+    """Return the p-norm of x1 - x2 + eps along the last axis."""
+
+
+class CosineEmbeddingLoss(FunctionLayer, function=F.cosine_embedding_loss, margin=0.0, reduction='mean'):
+    """Return the mean of 1 - cos(x1, x2) where target is 1, and of max(0, cos(x1, x2) - margin) where it is -1."""
+
+
+class MarginRankingLoss(FunctionLayer, function=F.margin_ranking_loss, margin=0.0, reduction='mean'):
+    """Return the mean of max(0, margin - target (x1 - x2)), for targets 1 and -1."""
+
+
+class HingeEmbeddingLoss(FunctionLayer, function=F.hinge_embedding_loss, margin=1.0, reduction='mean'):
+    """Return the mean of x where target is 1, and of max(0, margin - x) where it is -1."""
+
+
+class TripletMarginLoss(FunctionLayer, function=F.triplet_margin_loss, margin=1.0, p=2.0, eps=1e-6, swap=False,
+                        reduction='mean'):
+    """Return the mean of max(0, d(anchor, positive) - d(anchor, negative) + margin), for d = PairwiseDistance."""
+
+
+class SoftMarginLoss(FunctionLayer, function=F.soft_margin_loss, reduction='mean'):
+    """Return the mean of log(1 + e^(-target x)), for targets 1 and -1."""
+
+
+class MultiLabelSoftMarginLoss(FunctionLayer, function=F.multilabel_soft_margin_loss, weight=None, reduction='mean'):
+    """Return BCEWithLogitsLoss, the mean over classes, then over rows; x and target (..., C)."""
+
+
+class MultiMarginLoss(FunctionLayer, function=F.multi_margin_loss, p=1, margin=1.0, weight=None, reduction='mean'):
+    """Return the mean of sum_c max(0, margin - x[label] + x[c])^p / C over the classes c other than the label."""
+
+
+class GaussianNLLLoss(FunctionLayer, function=F.gaussian_nll_loss, full=False, eps=1e-6, reduction='mean'):
+    """Return the mean of (log var + (x - target)^2 / var) / 2, called with x, target and var.   full: add log(2 pi) / 2"""
+
+
+class PoissonNLLLoss(FunctionLayer, function=F.poisson_nll_loss, log_input=True, full=False, eps=1e-8, reduction='mean'):
+    """Return the mean of e^x - target x, or of x - target log(x + eps) without log_input."""

@@ -7,10 +7,12 @@ order of construction.  The layout of the buffer follows the names, so training 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import operator
 import re
 import weakref
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -44,11 +46,18 @@ class Members(list[T]):
         return next(self._rest)
 
 
+class LoadedState(NamedTuple):
+    """What Module.load_state_dict found: names that the state lacks, and names that the module lacks."""
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 class Parameter(Tensor):
     """A named, trainable Tensor of a Module.
 
     Parameter(shape, init)      init(generator, shape) -> float32 array, as in pyops.init; called when the tree is first used
-    Parameter(values)           starts as a copy of values
+    Parameter(data)             starts as a copy of the numbers `data`
+    requires_grad               False: it is not trained
 
     A parameter outside any module also works: it has its own memory, and the name 'parameter'.
     .grad is a view of the flat gradient buffer: zeros before the first backward, which adds to it.  It is None while
@@ -64,15 +73,22 @@ class Parameter(Tensor):
     _drawn: Any
     _given: Any
 
-    def __init__(self, shape: Numbers, init: Init | None = None) -> None:
+    def __init__(self, data: Numbers | None = None, init: Init | bool | None = None, requires_grad: bool = True, *,
+                 shape: Shape | None = None) -> None:
+        if isinstance(init, bool):                              # PyTorch's second argument
+            requires_grad, init = init, None
+        if (data is None) == (shape is None):
+            raise TypeError('Parameter: expected data, or a shape and an init')
         if init is None:
-            values = _float32(shape)
+            values = _float32(data if shape is None else shape)
             shape, init = values.shape, lambda generator, shape: values
+        elif shape is None:
+            shape = data                                        # type: ignore[assignment]
         self._shape, self.init = tuple(map(operator.index, shape)), init        # type: ignore[arg-type]
         if min(self._shape, default=1) < 1:
             raise ValueError(f'Parameter: shape {self._shape}: expected sizes of 1 or more')
         self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = self._given = None
-        self.origin, self.requires_grad, self._seed, self._calls = None, True, next_key('parameter'), {}
+        self.origin, self.requires_grad, self._seed, self._calls = None, bool(requires_grad), next_key('parameter'), {}
 
     @property
     def shape(self) -> Shape:
@@ -153,8 +169,9 @@ class Parameter(Tensor):
         twin.requires_grad, twin._given, twin._seed = self.requires_grad, self._given, self._seed
         return twin
 
-    def __reduce__(self) -> Any:
-        raise TypeError(f'{self!r} cannot be pickled because it is part of a tree; save state_dict() of its module')
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Support pickle: the result has the current values, and no other part of the tree."""
+        return Parameter, (np.array(self.numpy()), None, self.requires_grad)
 
     def __repr__(self) -> str:
         return f'Parameter {self.name or "without a name"} of shape {self.shape}'
@@ -309,7 +326,7 @@ class Module:
         """Set attribute `name` to a module, as register_module."""
         if not isinstance(module, Module | None):
             raise TypeError(f'{name}: expected a Module, got {type(module).__name__}')
-        _check_member_name(self, name)
+        check_member_name(self, name)
         setattr(self, name, module)
 
     def register_module(self, name: str, module: Module | None) -> None:
@@ -320,7 +337,7 @@ class Module:
         """Set attribute `name` to a Parameter or None.  Errors as in register_module."""
         if not isinstance(parameter, Parameter | None):
             raise TypeError(f'{name}: expected a Parameter, got {type(parameter).__name__}')
-        _check_member_name(self, name)
+        check_member_name(self, name)
         setattr(self, name, parameter)
 
     def get_submodule(self, path: str) -> Module:
@@ -493,18 +510,21 @@ class Module:
         """Return self if it is on the GPU.  Errors as in `to`."""
         return self.to('cuda')
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return {name: copy} of all parameters and persistent buffers."""
-        return {name: np.array(value) for name, value in self._places().items()}
+    def state_dict(self, *, prefix: str = '') -> dict[str, Tensor]:
+        """Return {name: Tensor} of copies of all parameters and persistent buffers.   prefix: the beginning of each name"""
+        return {prefix + name: Tensor(ndarray.from_numpy(np.array(backend.get(place))))
+                for name, place in self._places().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Copy arrays (of numpy or another library) into parameters and buffers: all of them or, if one is wrong, none.
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadedState:
+        """Copy Tensors, or arrays of any library, into parameters and buffers: all of them or, if one is wrong, none.
 
-        strict: raise KeyError for a missing or unknown name; otherwise such names are skipped.  'num_batches_tracked' of
-        PyTorch's batch norms is always skipped.  Raises ValueError for a wrong shape, TypeError for a wrong dtype.
+        strict: raise KeyError for a missing or unknown name; otherwise such names are skipped, and returned as the lists
+        missing_keys and unexpected_keys.  'num_batches_tracked' of PyTorch's batch norms is always skipped.  Raises ValueError
+        for a wrong shape, TypeError for a wrong dtype.
         """
         places = self._places()
-        state = {name: value for name, value in state.items() if name.rpartition('.')[2] != 'num_batches_tracked'}
+        state = {name: value for name, value in state_dict.items() if name.rpartition('.')[2] != 'num_batches_tracked'}
+        found = LoadedState([name for name in places if name not in state], [name for name in state if name not in places])
         if not strict:
             places = {name: place for name, place in places.items() if name in state}
         if strict and (wrong := sorted(set(places) ^ set(state))):
@@ -521,6 +541,7 @@ class Module:
             place[...] = arrays[name]
         for parameter in self.parameters():
             parameter.array.buffer.version += 1
+        return found
 
     def _places(self) -> dict[str, Array]:
         return {name: parameter.flat_parameter().value for name, parameter in self.named_parameters()} \
@@ -528,10 +549,16 @@ class Module:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self).__new__(type(self))
-        for name, value in vars(self).items():
-            if name not in ('_parent', '_path', '_is_built'):
-                setattr(twin, name, copy.deepcopy(value, memo))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Support pickle: a copy has the values of this module, which may be a part of a tree, in memory of its own."""
+        return {name: value for name, value in vars(self).items() if name not in ('_parent', '_path', '_is_built')}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
     # ---- printing ----------------------------------------------------------------------------------------------------
 
@@ -561,6 +588,11 @@ class Layer(Module):
     differ.  Sequential and Residual are trees; their seed is 0.
     """
     seed: int | None = None             # containers set a number
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if '__init__' in vars(cls) and cls.__module__.startswith('pyops.'):
+            cls.__init__ = _accepts_place(cls.__init__)         # type: ignore[method-assign]
 
     def __new__(cls, *inputs: Any, **named: Any) -> Self:
         if (inputs or named) and cls.__init__ is object.__init__:
@@ -605,6 +637,58 @@ class Layer(Module):
             if not getattr(error, 'names_layer', False):
                 error.args, error.names_layer = (f'{self.label()}: {error}',), True     # type: ignore[union-attr]
             raise
+
+
+def _accepts_place(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate __init__ of a layer: accept PyTorch's device and dtype, if they are those that the layer has anyway."""
+    @functools.wraps(init)
+    def wrapper(self: Layer, *args: Any, device: Any = None, dtype: Any = None, **named: Any) -> None:
+        if dtype is not None and np.dtype(dtype) != np.float32:
+            raise TypeError(f'{type(self).__name__}: dtype: expected float32, got {np.dtype(dtype)}; functions of '
+                            'pyops.functional take float64 Tensors')
+        if device is not None and ndarray.named_device(device) is not ndarray.default_device():
+            raise RuntimeError(f'{type(self).__name__}: device: layers are made on {ndarray.default_device()}, got {device}; '
+                               'call pyops.use_gpu(), or set PYOPS_BACKEND, before the model is made')
+        init(self, *args, **named)
+    return wrapper
+
+
+class FunctionLayer(Layer):
+    """A layer that calls a function on Tensors with its settings: class Double(FunctionLayer, function=double, times=2).
+
+    The settings with their defaults, `...` for none, are the arguments of __init__, and attributes; from `reduction` on they
+    are given by name.  `inplace` is accepted as in PyTorch, without effect, and not passed on: x is never changed.
+    """
+    function: Callable[..., Any]
+    _arguments = inspect.Signature()
+
+    def __init_subclass__(cls, function: Callable[..., Any] | None = None, **defaults: Any) -> None:
+        super().__init_subclass__()
+        if function is not None:
+            names = list(defaults)
+            by_name = names[names.index('reduction'):] if 'reduction' in names else []
+            kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+            cls.function, cls._arguments = staticmethod(function), inspect.Signature([
+                inspect.Parameter(name, kinds[name in by_name], default=inspect.Parameter.empty if value is ... else value)
+                for name, value in defaults.items()])
+            cls.__signature__ = cls._arguments                  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        try:
+            given = self._arguments.bind(*args, **named)
+        except TypeError as error:
+            raise TypeError(f'{type(self).__name__}: {error}; expected {self._arguments}') from None
+        given.apply_defaults()
+        for name, value in given.arguments.items():
+            setattr(self, name, value)
+
+    def forward_tensors(self, *inputs: Any) -> Any:
+        return self.function(*inputs, **{name: getattr(self, name) for name in self._arguments.parameters if name != 'inplace'})
+
+    def settings(self) -> str:
+        values = {name: (getattr(self, name), one.default) for name, one in self._arguments.parameters.items()}
+        return ', '.join(f'{name}={value!r}' for name, (value, default) in values.items()
+                         if name != 'inplace' and (value is not default and value != default))
 
 
 class KernelLayer(Layer):
@@ -655,7 +739,7 @@ def _without_named(hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _check_member_name(module: Module, name: str) -> None:
+def check_member_name(module: Module, name: str) -> None:
     """Raise KeyError for a name that cannot be a new member's."""
     if not isinstance(name, str) or not name or '.' in name:
         raise KeyError(f'expected a name without a point, got {name!r}')

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,10 +28,10 @@ FWD, DGRAD, WGRAD = Product('fwd', {}), Product('dgrad', {}), Product('wgrad', {
 
 def pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, int]:
     """Return an int, or a pair of ints, as a pair.  ValueError if one is below `least`."""
-    both = (value, value) if isinstance(value, int) else tuple(value)
-    if len(both) != 2 or any(not isinstance(n, int) or n < least for n in both):
+    both: Any = (value, value) if hasattr(value, '__index__') else tuple(value)         # type: ignore[arg-type]
+    if len(both) != 2 or any(not hasattr(n, '__index__') or n < least for n in both):
         raise ValueError(f'{name}: expected a whole number of at least {least}, or two, got {value}')
-    return both
+    return operator.index(both[0]), operator.index(both[1])
 
 
 def positions(size: int, window: int, stride: int, padding: int, dilation: int) -> int:
@@ -53,6 +54,24 @@ def sizes_of(x: Array, weight: Array, stride: int | Sequence[int], padding: int 
     if C != own * groups:
         raise ValueError(f'x: expected shape {(N, own * groups, H, W)}, got {x.shape}')
     return settings.shapes(x.shape, weight.shape)
+
+
+def transposed_sizes(y: tuple[int, ...], weight: tuple[int, ...], output_padding: int | Sequence[int],
+                     stride: int | Sequence[int], padding: int | Sequence[int], dilation: int | Sequence[int],
+                     groups: int) -> Shapes:
+    """Return the sizes of the convolution whose transpose takes y (N, O, Ho, Wo) and weight (O, C / groups, kh, kw).
+
+    output_padding: rows and columns that x has beyond the smallest size that gives Ho and Wo.  ValueError if they do not fit.
+    """
+    if len(y) != 4 or len(weight) != 4 or y[1] != weight[0]:
+        raise ValueError(f'x: expected shape (N, {weight[0]}, H, W) for weight {weight}, got {y}')
+    settings = _Convolution(stride, padding, dilation, groups)
+    more = pair('output_padding', output_padding, 0)
+    if any(n >= s for n, s in zip(more, settings.stride, strict=True)):
+        raise ValueError(f'output_padding: expected less than the stride {settings.stride}, got {output_padding}')
+    size = [(n - 1) * s - 2 * p + d * (k - 1) + 1 + extra for n, s, p, d, k, extra in zip(
+        y[2:], settings.stride, settings.padding, settings.dilation, weight[2:], more, strict=True)]
+    return settings.shapes((y[0], weight[1] * groups, *size), weight)
 
 
 class Shapes(NamedTuple):

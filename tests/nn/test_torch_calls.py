@@ -1,4 +1,5 @@
 """Calls as they are written for PyTorch give PyTorch's values and gradients, or are refused."""
+import collections
 import copy
 
 import numpy as np
@@ -237,12 +238,92 @@ def test_members_by_name():
             (lambda: model.add_module('training', nn.ReLU()), KeyError, 'training: Model has an attribute of this name'),
             (lambda: model.add_module('second', np.ones(3)), TypeError, 'second: expected a Module, got ndarray'),
             (lambda: model.register_parameter('b', nn.ReLU()), TypeError, 'b: expected a Parameter, got ReLU'),
-            (lambda: small().add_module('relu', nn.ReLU()), KeyError, "'relu': expected '3': Sequential names its modules")):
+            (lambda: small().add_module('pop', nn.ReLU()), KeyError, 'pop: Sequential has an attribute of this name'),
+            (lambda: small().add_module('1', nn.ReLU()), KeyError, '1: Sequential has a member of this name')):
         with pytest.raises(error, match=text):
             call()
     layers = nn.Sequential(nn.Linear(3, 4))
     layers.add_module('1', nn.ReLU())
     assert len(layers) == 2 and (layers(normal(2, 3)).numpy() >= 0).all()
+
+
+def test_containers_are_sliced_joined_and_named(torch):
+    def program(nn, x, ones):
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        part, seen = model[:2], []
+        assert type(part) is nn.Sequential and part[0] is model[0] and type(nn.ModuleList([nn.ReLU()])[:1]) is nn.ModuleList
+        assert bool((model[2](part(x)) == model(x)).all()) and len(list(part.parameters())) == 2
+        seen += [name for name, _ in model.named_parameters()]
+        both = part + model[2:]
+        assert bool((both(x) == model(x)).all())
+        part += nn.Sequential(nn.Tanh())
+        seen += [len(part), len(model)]
+        named = nn.Sequential(collections.OrderedDict([('fc', nn.Linear(3, 4)), ('act', nn.ReLU())]))
+        named.add_module('last', nn.Linear(4, 2))
+        assert named.fc is named[0] and named.last is named[-1] and not hasattr(named, 'first')
+        named[0] = nn.Linear(3, 4, bias=False)
+        named.append(nn.Tanh())
+        seen += [name for name, _ in named.named_modules()] + [name for name, _ in named.named_parameters()]
+        del named[1]
+        seen += [[name for name, _ in named.named_children()], tuple(named(x).shape)]
+        values = nn.ParameterList([nn.Parameter(ones), ones])
+        table = nn.ParameterDict({'a': nn.Parameter(ones, requires_grad=False)})
+        seen += [[name for name, _ in values.named_parameters()], [(name, p.requires_grad) for name, p in table.items()]]
+        return seen
+
+    x, ones = normal(5, 3), np.ones(2, np.float32)
+    assert program(nn, Tensor(x), Tensor(ones)) == program(torch.nn, torch.tensor(x), torch.tensor(ones))
+
+
+def test_a_slice_leaves_the_tree_of_its_modules_as_it_is():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    names = [name for name, _ in model.named_parameters()]
+    assert model[1:](normal(2, 4)).shape == (2, 2) and model[1].root() is model
+    assert [p.name for p in model.parameters()] == names and len(model.params) == 4
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features = model[:1]
+
+    net = Net()
+    assert [name for name, _ in net.named_parameters()] == ['features.0.weight', 'features.0.bias']
+    assert net.features[0].root() is net and copy.deepcopy(model[:2]).root() is not model
+
+
+def test_loading_a_state_reports_the_names_that_differ(torch):
+    model, twin = small(), torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(isinstance(value, Tensor) and not value.requires_grad for value in state.values())
+    state['extra'] = state.pop('2.bias')
+    found, want = (one.load_state_dict({name: torch.tensor(value) for name, value in state.items()}, strict=False)
+                   for one in (model, twin))
+    assert found.missing_keys == ['2.bias'] and found.unexpected_keys == want.unexpected_keys == ['extra']
+    assert set(want.missing_keys) - set(found.missing_keys) <= {'1.num_batches_tracked'}
+    assert model.load_state_dict(model.state_dict()) == ([], [])
+
+
+def test_constructors_take_devices_numbers_of_numpy_and_keywords_of_torch():
+    layer = nn.Conv2d(np.int64(3), 4, np.int64(3), stride=np.int32(2), padding=1, device='cpu', dtype=pyops.float32)
+    assert (layer.kernel_size, layer.stride, layer.padding, layer.dilation) == ((3, 3), (2, 2), (1, 1), (1, 1))
+    assert nn.Conv1d(3, 4, 3, padding=1).padding == (1,) and layer(normal(1, 3, 6, 6)).shape == (1, 4, 3, 3)
+    weight = nn.Parameter(data=Tensor(normal(2, 3)), requires_grad=False)
+    assert weight.shape == (2, 3) and not weight.requires_grad and nn.Parameter(normal(2), False).requires_grad is False
+    assert nn.Embedding.from_pretrained(normal(5, 3))(np.array([1])).shape == (1, 3)
+    up, x = nn.ConvTranspose2d(3, 2, 3, 2), normal(1, 3, 4, 5)
+    assert up(Tensor(x), output_size=(10, 11)).shape == (1, 2, 10, 11)
+    for make, error, text in ((lambda: nn.Linear(2, 3, dtype='float64'), TypeError, 'Linear: dtype: expected float32, got'),
+                              (lambda: nn.Linear(2, 3, device='tpu'), ValueError, 'tpu'),
+                              (lambda: nn.Parameter(), TypeError, 'Parameter: expected data, or a shape and an init'),
+                              (lambda: nn.Threshold(1.0), TypeError, "Threshold: missing a required argument: 'value'"),
+                              (lambda: nn.ReflectionPad2d((1, 2)), ValueError, 'padding: expected an int or 4'),
+                              (lambda: nn.ConvTranspose2d(3, 2, 3, 2, output_padding=2)(x), ValueError, 'less than the stride'),
+                              (lambda: nn.Conv2d(3, 4, 3, padding_mode='odd'), ValueError, "padding_mode: expected 'zeros'"),
+                              (lambda: nn.InstanceNorm2d(3, track_running_stats=True), ValueError, 'expected False, got True')):
+        with pytest.raises(error, match=text):
+            make()
+    assert repr(nn.ELU(0.5)) == 'ELU(alpha=0.5)' and repr(nn.Threshold(0.1, 2)) == 'Threshold(threshold=0.1, value=2)'
+    assert repr(nn.Tanh()) == 'Tanh()' and nn.ELU(alpha=0.5, inplace=True).alpha == 0.5
 
 
 def test_inputs_and_targets_by_name():
