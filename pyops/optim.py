@@ -1,4 +1,5 @@
-"""Optimisers: Adam (Kingma and Ba 2014, arXiv:1412.6980), AdamW, Muon, SGD with momentum; schedules of the learning rate.
+"""Optimisers: Adam (Kingma and Ba 2014, arXiv:1412.6980), AdamW, Muon, SGD with momentum, and others that are formulas of array
+ops; schedules of the learning rate.
 
 All parameters are updated in one call, with gradients clipped by their global norm.  Schedules that a plan can record are
 functions here; schedules on the host, in PyTorch's form, are in pyops/schedules.py.
@@ -6,23 +7,34 @@ functions here; schedules on the host, in PyTorch's form, are in pyops/schedules
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import numbers
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops import backend
+from pyops import backend, ndarray, schedules
 from pyops.backend import library, state
 from pyops.backend.kernels import Kernel, declare
 from pyops.params import Parameters
 from pyops.schedules import (  # noqa: F401  names of this module
+    ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
     ExponentialLR,
     LambdaLR,
     LinearLR,
+    MultiplicativeLR,
     MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
     StepLR,
 )
 
@@ -31,6 +43,10 @@ if TYPE_CHECKING:
 
     from pyops.autograd import Tensor
     from pyops.typing import Array
+
+
+# PyTorch's name, also for `from pyops.optim.lr_scheduler import StepLR`
+lr_scheduler = sys.modules[f'{__name__}.lr_scheduler'] = schedules
 
 
 class Group:
@@ -45,6 +61,7 @@ class Group:
         self.tensors = tensors
         # array of one element, which kernels read; the first group's is the optimizer's
         self.rate = backend.put(np.array([optimizer.lr], np.float32)) if optimizer.param_groups else optimizer.rate
+        self.initial_lr: float | None = None            # the rate that schedules start from, once there is one
         self.has_own_rate = False                       # whether the group was given an lr: recorded schedules leave it alone
 
     def __getitem__(self, name: str) -> Any:
@@ -56,8 +73,10 @@ class Group:
             return self.tensors
         if name == 'lr':
             return _number(self.rate)
-        if name == 'betas':
+        if name == 'betas' and 'beta1' in self._optimizer.settings:
             return self['beta1'], self['beta2']
+        if name == 'initial_lr' and self.initial_lr is not None:
+            return self.initial_lr
         raise KeyError(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -66,6 +85,9 @@ class Group:
         elif name == 'lr':
             self._optimizer._check(lr=value)
             self.rate[...] = value
+        elif name == 'initial_lr':
+            self._optimizer._check(initial_lr=value)
+            self.initial_lr = value
         elif name in self._optimizer.settings:
             if not isinstance(value, bool):
                 self._optimizer._check(1 if name in ('beta1', 'beta2') else math.inf, **{name: value})
@@ -83,7 +105,13 @@ class Group:
         return {name: self[name] for name in self.keys()[1:]}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.keys()
+        return name in self.keys() or name == 'initial_lr' and self.initial_lr is not None
+
+    def setdefault(self, name: str, default: Any) -> Any:
+        """Return a setting; set it to `default` first if there is none."""
+        if name not in self:
+            self[name] = default
+        return self[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
@@ -107,10 +135,17 @@ class Optimizer:
     max_norm: gradients with a larger global norm are scaled down to it during the update; None: no clipping.  The stored
     gradients do not change.
     weight_decay: weight_decay times the parameter is added to its (clipped) gradient.
+    maximize: step in the other direction.  foreach, fused, capturable, differentiable: accepted as in PyTorch, without effect.
     """
+    maximize = False
     MOMENTS: tuple[str, ...] = ()       # state per parameter: the names of its buffers in Parameters
     settings: tuple[str, ...] = ('weight_decay',)       # attributes that a parameter group may override, besides lr
     _update: Callable[..., None]        # a subclass updates one unit: (unit, group, norm or None, *moments)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if '__init__' in vars(cls):
+            cls.__init__ = _accepts_torch_options(cls.__init__)         # type: ignore[method-assign]
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float, max_norm: float | None, weight_decay: float) -> None:
         self._check(lr=lr, weight_decay=weight_decay, max_norm=max_norm or 0)
@@ -124,31 +159,19 @@ class Optimizer:
         self._own: dict[str, Any] = {}
         self._tensors: list[Any] = []
         self._together: list[Any] = []
+        self._units, self._groups = [], []
         if self.params is not None:
-            self._units = [(_own_share(self.params), [getattr(params, name) for name in self.MOMENTS])]
+            unit = _own_share(self.params)
+            moments = [getattr(params, name, None) for name in self.MOMENTS]
+            self._own = {name: backend.zeros(unit.values.size) for name, moment in zip(self.MOMENTS, moments, strict=True)
+                         if moment is None}             # a Parameters has Adam's moments
+            self._units = [(unit, [self._own.get(name, moment) for name, moment in zip(self.MOMENTS, moments, strict=True)])]
             self.param_groups.append(Group(self, None))
             self._groups = [self.param_groups[0]]
         else:
-            units, self._groups, specs = [], [], _group_specs(params)
-            for settings in specs:
-                tensors = _unique(settings.pop('params'))
-                if any(tensor is other for tensor in tensors for other in self._tensors):
-                    raise ValueError('optimizer: a Tensor is in two parameter groups; give each Tensor once')
-                self._tensors += tensors
-                self.param_groups.append(Group(self, tensors))
-                found = update_units(tensors)
-                units += found
-                self._groups += [self.param_groups[-1]] * len(found)
-            whole = {id(unit) for unit in units}
-            self._together = [tensor for tensor in self._tensors if id(getattr(tensor, 'home', None)) in whole]
-            if any(getattr(unit, 'shares', None) is not None for unit in units):
-                raise TypeError(f'{type(self).__name__}: ranks share the moments of these parameters, got Tensors; pass the '
-                                'Parameters that was given to pyops.distributed.shard')
-            self._units = [(unit, [backend.zeros(unit.values.size) for _ in self.MOMENTS]) for unit in units]
-            self._own = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
-                         for name, moment in zip(self.MOMENTS, moments, strict=True)}
-            self._own['norms'] = self._norms = backend.zeros(len(units))
-            self._pending = specs                       # set by _apply_groups, when the subclass has all its settings
+            # set by _apply_groups, when the subclass has all its settings
+            self._pending = [self._add(spec) for spec in _group_specs(params)]
+            self._name_own()
         self.histories: Any = None      # AmaxHistories of operands with delayed scaling (pyops.quantization)
         self.average: Any = None        # moving average of params.values, after average_parameters()
         self.decay: float = 0.0
@@ -158,13 +181,49 @@ class Optimizer:
             self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
             self._work_of_share = self._work
 
+    def _add(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Add a parameter group of Tensors, and return its settings."""
+        settings = dict(spec)
+        tensors = _unique(settings.pop('params'))
+        if any(tensor is other for tensor in tensors for other in self._tensors):
+            raise ValueError('optimizer: a Tensor is in two parameter groups; give each Tensor once')
+        units = update_units(tensors)
+        if any(getattr(unit, 'shares', None) is not None for unit in units):
+            raise TypeError(f'{type(self).__name__}: ranks share the moments of these parameters, got Tensors; pass the '
+                            'Parameters that was given to pyops.distributed.shard')
+        self._tensors += tensors
+        self.param_groups.append(Group(self, tensors))
+        self._units += [(unit, [backend.zeros(unit.values.size) for _ in self.MOMENTS]) for unit in units]
+        self._groups += [self.param_groups[-1]] * len(units)
+        whole = {id(unit) for unit in units}
+        self._together += [tensor for tensor in tensors if id(getattr(tensor, 'home', None)) in whole]
+        return settings
+
+    def _name_own(self) -> None:
+        """Name the arrays of the units."""
+        self._own = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
+                     for name, moment in zip(self.MOMENTS, moments, strict=True)}
+        self._own['norms'] = self._norms = backend.zeros(len(self._units))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group {'params': Tensors, 'lr': 0.1, ...}.  TypeError for an optimizer of a Parameters."""
+        if self.params is not None:
+            raise TypeError(f'{type(self).__name__}: add_param_group: expected an optimizer of Tensors, got one of Parameters')
+        given = param_group['params']
+        self._pending = [{}] * len(self.param_groups) + [
+            self._add({**param_group, 'params': [given] if hasattr(given, 'requires_grad') else given})]
+        self._name_own()
+        self._work = self._work_of_share = backend.work('grad_norm', max(len(self._units), *(unit.values.size
+                                                                                            for unit, _ in self._units)))
+        self._apply_groups()
+
     _pending: Sequence[dict[str, Any]] = ()
     _recorded: tuple[Any, Any, Any] | None = None       # key, Calls of a step, the arrays that they use; see _record
 
     def _apply_groups(self) -> None:
         """Set the settings of the parameter groups; a subclass calls it at the end of __init__."""
         for group, settings in zip(self.param_groups, self._pending, strict=False):
-            group.has_own_rate = 'lr' in settings
+            group.has_own_rate |= 'lr' in settings
             for name, value in settings.items():
                 group[name] = value
         self._own |= {f'lr.{i}': group.rate for i, group in enumerate(self.param_groups) if i}
@@ -194,9 +253,10 @@ class Optimizer:
         for group in self.param_groups:
             group.rate[...] = value
 
-    def step(self) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters once.  If ranks share the moments (pyops.distributed.shard), each updates its share and gets
-        the others."""
+        the others.   closure: called first, to compute the gradients; its result, the loss, is returned"""
+        loss = closure() if closure is not None else None
         for tensor in self._together:                   # Adam's m and v would still move its value
             if not tensor.requires_grad:
                 raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off later; '
@@ -212,6 +272,7 @@ class Optimizer:
             self.histories.advance()
         for tensor in self._tensors:
             tensor.array.buffer.version += 1            # backward detects that saved values have changed
+        return loss
 
     def _launch(self) -> None:
         """Launch the kernels of a step."""
@@ -227,7 +288,11 @@ class Optimizer:
                 shares.find_norm(self.norm, self._work)
         backend.launch('increment', self.count)
         for unit, group, moments in ready:
+            if self.maximize:                           # negated twice, which is exact
+                _negate(unit.grads)
             self._update(unit, group, self.norm if self.max_norm else None, *moments)
+            if self.maximize:
+                _negate(unit.grads)
         if shares is not None and self.params is not None:
             shares.gather(self.params.values)
         if self.average is not None and self.params is not None:
@@ -237,6 +302,8 @@ class Optimizer:
         """Return everything that the arguments of the kernels of a step depend on, for a step that _record may record: of an
         optimizer of this module, over flat buffers in host memory, without intermediate results.  Else None."""
         shares = None if self.params is None else self.params.shares        # ranks exchange numbers between the launches
+        if self.maximize or len(self.MOMENTS) > 2:
+            return None
         if shares or type(self) not in _WITHOUT_TEMPORARIES or state.on_launch or not backend.current_device().is_host:
             return None
         key: list[Any] = [self.max_norm, self.decay, id(self.average), id(self.count), id(self.norm)]
@@ -348,35 +415,77 @@ class Optimizer:
         return bool(self.max_norm and norm > self.max_norm)
 
 
+def _accepts_torch_options(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate __init__ of an optimizer: accept maximize, and PyTorch's options that have no effect here."""
+    @functools.wraps(init)
+    def wrapper(self: Optimizer, *args: Any, maximize: bool = False, foreach: bool | None = None, fused: bool | None = None,
+                capturable: bool = False, differentiable: bool = False, **named: Any) -> None:
+        self.maximize = self.maximize or maximize           # a base class sets it again
+        init(self, *args, **named)
+    return wrapper
+
+
+def _negate(array: Array) -> None:
+    """Negate an array in place."""
+    view = ndarray.as_ndarray(array)
+    view[...] = -view
+
+
+def _two_betas(who: str, beta1: float | None, beta2: float | None, betas: Sequence[float] | None) -> tuple[float, float]:
+    """Return beta1 and beta2, given as such or as a pair; 0.9 and 0.999 if neither is given."""
+    if betas is not None:
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise TypeError(f'{who}: betas: expected two numbers, such as (0.9, 0.999), got {betas!r}')
+        if (beta1, beta2) != (None, None):
+            raise TypeError(f'{who}: got betas and also beta1 or beta2; give one of the two forms')
+        beta1, beta2 = betas
+    return 0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2
+
+
 class Adam(Optimizer):
-    """Adam with bias correction; see docs/optimiser.md.  Give beta1 and beta2, or both as betas (PyTorch's form)."""
-    MOMENTS = 'm', 'v'
+    """Adam with bias correction; see docs/optimiser.md.  Give beta1 and beta2, or both as betas (PyTorch's form).
+
+    amsgrad: divide by the largest second moment so far (Reddi et al. 2018).  Such a step is array ops, which no plan records.
+    decoupled_weight_decay: as AdamW
+    """
+    MOMENTS: tuple[str, ...] = ('m', 'v')
     settings: tuple[str, ...] = ('weight_decay', 'beta1', 'beta2', 'eps')
     is_one_kernel = True                # whether a step is the kernel adam alone, which pyops.ops.MLP can include in its own
     decoupled = 0                       # 1: weight_decay decays the parameter itself, as AdamW's
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
                  beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
-                 eps: float = 1e-8, weight_decay: float = 0.0) -> None:
+                 eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
+                 decoupled_weight_decay: bool = False) -> None:
         self._check_positional(more)
-        if betas is not None:
-            if not isinstance(betas, tuple | list) or len(betas) != 2:
-                raise TypeError(f'Adam: betas: expected two numbers, such as (0.9, 0.999), got {betas!r}')
-            if (beta1, beta2) != (None, None):
-                raise TypeError('Adam: got betas and also beta1 or beta2; give one of the two forms')
-            beta1, beta2 = betas
-        beta1, beta2 = 0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2
+        beta1, beta2 = _two_betas('Adam', beta1, beta2, betas)
+        if amsgrad:
+            self.MOMENTS = *self.MOMENTS, 'most'
+        if amsgrad or decoupled_weight_decay:
+            self.is_one_kernel, self.decoupled = False, max(self.decoupled, int(decoupled_weight_decay))
         super().__init__(params, lr, max_norm, weight_decay)
         self._check(1, beta1=beta1, beta2=beta2)
         self._check(eps=eps)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         self._apply_groups()
 
-    def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array) -> None:
+    def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array, *most: Array) -> None:
         values = unit.values
+        if most:
+            self._update_with_most(unit, group, norm, m, v, *most)
+            return
         backend.launch('adam', values, m, v, unit.grads, unit.touched, norm, self.count, group.rate,
                        values.size, self.max_norm or 1.0, group['beta1'], group['beta2'], group['eps'], group['weight_decay'],
                        self.decoupled)
+
+
+    def _update_with_most(self, unit: Any, group: Group, norm: Any, *moments: Array) -> None:
+        t, values, g, m, v, most = _operands(self, unit, group, norm, moments, self.decoupled)
+        _move(m, g, group['beta1'])
+        _move(v, g * g, group['beta2'])
+        most[...] = most.maximum(v)
+        root = most.sqrt() * (1 - group['beta2'] ** t) ** -0.5 + group['eps']
+        values[...] = values - m / root * (group['lr'] / (1 - group['beta1'] ** t))
 
 
 class AdamW(Adam):
@@ -386,9 +495,9 @@ class AdamW(Adam):
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
                  beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
-                 eps: float = 1e-8, weight_decay: float = 0.01) -> None:
+                 eps: float = 1e-8, weight_decay: float = 0.01, amsgrad: bool = False) -> None:
         super().__init__(params, lr, *more, max_norm=max_norm, beta1=beta1, beta2=beta2, betas=betas, eps=eps,
-                         weight_decay=weight_decay)
+                         weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -440,7 +549,9 @@ class Muon(Adam):
             raise ValueError('Muon: expected a hidden matrix among the parameters, got none; use Adam, or give matrices=')
         self._own |= {f'offsets.{i}': offsets for i, offsets in enumerate(found)}
 
-    def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array) -> None:
+    def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array, *most: Array) -> None:
+        if most:
+            raise ValueError('Muon: adam: amsgrad: expected False, got True')
         batches, ranges = self._parts[id(unit)]
         for shape, offsets in batches:
             self._update_matrices(unit, group, norm, m, shape, offsets)
@@ -575,6 +686,163 @@ class SGD(Optimizer):
                        group['nesterov'])
 
 
+# ---- optimizers whose steps are formulas of array ops --------------------------------------------------------------------
+
+def _operands(optimizer: Optimizer, unit: Any, group: Group, norm: Any, moments: Sequence[Array],
+              decoupled: bool | int = False) -> tuple[Any, ...]:
+    """Return the number of the step, and as NDArrays the values of a unit, its gradient, clipped and with weight decay, and its
+    moments.   decoupled: decay the values instead"""
+    if backend.is_recorded():
+        raise TypeError(f'{type(optimizer).__name__}: its steps cannot be recorded in a plan; use Adam, AdamW, Muon or SGD')
+    values, g, *rest = map(ndarray.as_ndarray, (unit.values, unit.grads, *moments))
+    if norm is not None and optimizer.clips(float(backend.get(norm)[0])):
+        g = g * (optimizer.max_norm / float(backend.get(norm)[0]))             # type: ignore[operator]
+    decay = group['weight_decay']
+    if decay and decoupled:
+        values[...] = values * (1 - group['lr'] * decay)
+    elif decay:
+        g = g + values * decay
+    return int(backend.get(optimizer.count)[0]), values, g, *rest
+
+
+def _move(average: Any, value: Any, decay: float) -> None:
+    """Move a moving average towards a value by 1 - decay of the distance."""
+    average[...] = average * decay + value * (1 - decay)
+
+
+class _Formula(Optimizer):
+    """Base of optimizers whose steps are array ops.  Each step allocates, and a plan cannot record it.
+
+    RATE: the default of lr;  DEFAULTS: the other settings, given by name and by groups.
+    """
+    RATE, DEFAULTS = 0.01, dict[str, Any]()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.settings = 'weight_decay', *cls.DEFAULTS
+        by_name = {'max_norm': None, 'weight_decay': 0.0, **cls.DEFAULTS}
+        if 'beta1' in cls.DEFAULTS:
+            by_name['betas'] = None
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        cls.__signature__ = inspect.Signature([                 # type: ignore[attr-defined]
+            inspect.Parameter('params', kinds[0]), inspect.Parameter('lr', kinds[0], default=cls.RATE),
+            *(inspect.Parameter(name, kinds[1], default=value) for name, value in by_name.items())])
+
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float | None = None, *more: Any,
+                 max_norm: float | None = None, weight_decay: float = 0.0, betas: Sequence[float] | None = None,
+                 **settings: Any) -> None:
+        self._check_positional(more)
+        if unknown := settings.keys() - self.DEFAULTS.keys():
+            raise TypeError(f'{type(self).__name__}: {min(unknown)}: unknown setting, expected one of '
+                            f'{", ".join(self.DEFAULTS)}')
+        if betas is not None:
+            settings['beta1'], settings['beta2'] = _two_betas(type(self).__name__, settings.get('beta1'), settings.get('beta2'),
+                                                              betas)
+        super().__init__(params, self.RATE if lr is None else lr, max_norm, weight_decay)
+        for name, value in (self.DEFAULTS | settings).items():
+            self._check(1 if name in ('beta1', 'beta2', 'rho') else math.inf, **{name: value})
+            setattr(self, name, value)
+        self._apply_groups()
+
+    def _update(self, unit: Any, group: Group, norm: Any, *moments: Array) -> None:
+        self._step(group, *_operands(self, unit, group, norm, moments, group.get('decoupled_weight_decay', False)))
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        """Make step number t: change values and moments in place, for a gradient g."""
+        raise NotImplementedError
+
+
+class RMSprop(_Formula):
+    """square = alpha square + (1 - alpha) g^2;  param -= lr g / (sqrt(square) + eps).
+
+    momentum: of these steps.  centered: subtract the square of the moving average of g from `square`.
+    """
+    MOMENTS = 'square', 'velocity', 'mean_gradient'
+    DEFAULTS = dict(alpha=0.99, eps=1e-8, momentum=0.0, centered=False)
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        square, velocity, mean = moments
+        _move(square, g * g, group['alpha'])
+        spread = square
+        if group['centered']:
+            _move(mean, g, group['alpha'])
+            spread = square - mean * mean
+        velocity[...] = velocity * group['momentum'] + g / (spread.sqrt() + group['eps'])
+        values[...] = values - velocity * group['lr']
+
+
+class Adagrad(_Formula):
+    """square += g^2;  param -= lr / (1 + (t - 1) lr_decay) g / (sqrt(square) + eps).  Duchi et al. 2011."""
+    MOMENTS = 'square',
+    DEFAULTS = dict(lr_decay=0.0, initial_accumulator_value=0.0, eps=1e-10)
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        square, = moments
+        square[...] = square + g * g + (group['initial_accumulator_value'] if t == 1 else 0.0)
+        values[...] = values - g / (square.sqrt() + group['eps']) * (group['lr'] / (1 + (t - 1) * group['lr_decay']))
+
+
+class Adadelta(_Formula):
+    """Steps scaled by the root mean square of earlier steps over that of gradients.  Zeiler 2012, arXiv:1212.5701."""
+    MOMENTS = 'square', 'moved'
+    RATE, DEFAULTS = 1.0, dict(rho=0.9, eps=1e-6)
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        square, moved = moments
+        _move(square, g * g, group['rho'])
+        step = (moved + group['eps']).sqrt() / (square + group['eps']).sqrt() * g
+        _move(moved, step * step, group['rho'])
+        values[...] = values - step * group['lr']
+
+
+class Adamax(_Formula):
+    """Adam with the largest recent |g| in place of the root of the second moment.  Kingma and Ba 2014, section 7.1."""
+    MOMENTS = 'm', 'v'
+    RATE, DEFAULTS = 0.002, dict(beta1=0.9, beta2=0.999, eps=1e-8)
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        m, most = moments
+        _move(m, g, group['beta1'])
+        most[...] = (most * group['beta2']).maximum(g.abs() + group['eps'])
+        values[...] = values - m / most * (group['lr'] / (1 - group['beta1'] ** t))
+
+
+class NAdam(_Formula):
+    """Adam with Nesterov's momentum.  Dozat 2016."""
+    MOMENTS = 'm', 'v'
+    RATE, DEFAULTS = 0.002, dict(beta1=0.9, beta2=0.999, eps=1e-8, momentum_decay=0.004, decoupled_weight_decay=False)
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        (m, v), beta1 = moments, group['beta1']
+
+        def momentum(t: int) -> float:
+            return beta1 * (1 - 0.5 * 0.96 ** (t * group['momentum_decay']))
+        product = math.prod(map(momentum, range(1, t + 1)))
+        _move(m, g, beta1)
+        _move(v, g * g, group['beta2'])
+        root = v.sqrt() * (1 - group['beta2'] ** t) ** -0.5 + group['eps']
+        now, after = momentum(t), momentum(t + 1)
+        values[...] = values - (g * ((1 - now) / (1 - product)) + m * (after / (1 - product * after))) / root * group['lr']
+
+
+class RAdam(_Formula):
+    """Adam without its second moment in the first steps, when that varies too much.  Liu et al. 2019, arXiv:1908.03265."""
+    MOMENTS = 'm', 'v'
+    RATE, DEFAULTS = 0.001, dict(beta1=0.9, beta2=0.999, eps=1e-8, decoupled_weight_decay=False)
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        (m, v), beta2 = moments, group['beta2']
+        _move(m, g, group['beta1'])
+        _move(v, g * g, beta2)
+        longest, rest = 2 / (1 - beta2) - 1, 1 - beta2 ** t
+        length = longest - 2 * t * beta2 ** t / rest
+        step = m * (group['lr'] / (1 - group['beta1'] ** t))
+        if length > 5:
+            factor = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+            step = step * math.sqrt(factor * rest) / (v.sqrt() + group['eps'])
+        values[...] = values - step
+
+
 # optimizers whose steps allocate nothing: the arguments of their kernels are the same in every step
 _WITHOUT_TEMPORARIES = Adam, AdamW, SGD
 
@@ -631,9 +899,12 @@ def _find_norm(units: Sequence[Any], norm: Array, norms: Array | None, work: Arr
         backend.launch('grad_norm', norm, norms, None, work, len(units))
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> float:
-    """Scale the gradients of Tensors in place so that their global norm is at most max_norm.  Return the norm before.
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
+                    foreach: bool | None = None) -> ndarray.NDArray:
+    """Scale the gradients of Tensors in place so that their global norm is at most max_norm.  Return the norm before, shape ().
 
+    norm_type: p of the p-norm, also inf.  error_if_nonfinite: raise RuntimeError for a norm that is NaN or infinite.
+    foreach: accepted as in PyTorch, without effect.
     Tensors without a gradient are skipped.  An optimizer with max_norm=... does the same while it updates, in one pass less.
     """
     if not isinstance(max_norm, numbers.Real) or not max_norm > 0:
@@ -641,12 +912,36 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> float:
     given = [parameters] if hasattr(parameters, 'requires_grad') else list(parameters)
     units = [unit for unit in update_units(x for x in given if x.grad is not None) if unit.grads is not None]
     if not units:
-        return 0.0
+        return ndarray.zeros(())
+    if norm_type != 2:
+        gradients = [ndarray.as_ndarray(unit.grads) for unit in units]
+        each = [float(g.abs().max()) if norm_type == math.inf else float((g.abs() ** norm_type).sum()) for g in gradients]
+        total = max(each) if norm_type == math.inf else sum(each) ** (1 / norm_type)
+        _check_finite(total, error_if_nonfinite)
+        if not total <= max_norm:
+            for g in gradients:
+                g[...] = g * (max_norm / (total + 1e-6))
+        return ndarray.array(np.float32(total))
     norm, norms = backend.zeros(1), None if len(units) == 1 else backend.zeros(len(units))
     _find_norm(units, norm, norms, backend.work('grad_norm', max(len(units), *(unit.grads.size for unit in units))))
+    _check_finite(float(backend.get(norm)[0]), error_if_nonfinite)
     for unit in units:
         backend.launch('clip', unit.grads, norm, unit.grads.size, max_norm)
-    return float(backend.get(norm)[0])
+    return ndarray.as_ndarray(norm)[0]
+
+
+def _check_finite(norm: float, error_if_nonfinite: bool) -> None:
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(f'clip_grad_norm_: expected a finite norm, got {norm}; the gradients are unchanged')
+
+
+def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
+    """Limit each element of the gradients of Tensors, in place, to +-clip_value.   foreach: without effect"""
+    if not isinstance(clip_value, numbers.Real) or not clip_value > 0:
+        raise ValueError(f'clip_grad_value_: clip_value: expected a number > 0, got {clip_value}')
+    for tensor in [parameters] if hasattr(parameters, 'requires_grad') else parameters:
+        if tensor.grad is not None:
+            tensor.grad.array[...] = tensor.grad.array.clip(-clip_value, clip_value)
 
 
 def _unique(params: Any) -> list[Tensor]:

@@ -4,14 +4,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyops.autograd import no_grad
-from pyops.optim import clip_grad_norm_
+from pyops.autograd.tensor import concatenate
+from pyops.optim import clip_grad_norm_, clip_grad_value_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pyops.autograd import Tensor
     from pyops.nn.module import Module
 
-__all__ = ['accuracy', 'clip_grad_norm_']
+__all__ = ['accuracy', 'clip_grad_norm_', 'clip_grad_value_', 'parameters_to_vector', 'vector_to_parameters']
+
+
+def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
+    """Return all elements of Tensors, one after the other."""
+    return concatenate([tensor.reshape(-1) for tensor in parameters])
+
+
+def vector_to_parameters(vec: Tensor, parameters: Iterable[Tensor]) -> None:
+    """Copy the elements of a vector into Tensors, in their order.  ValueError if their numbers differ."""
+    given = list(parameters)
+    size = sum(tensor.size for tensor in given)
+    if vec.shape != (size,):
+        raise ValueError(f'vector_to_parameters: expected {size} elements, got shape {vec.shape}')
+    first = 0
+    with no_grad():
+        for tensor in given:
+            tensor[...] = vec[first:first + tensor.size].reshape(tensor.shape)
+            first += tensor.size
 
 
 def accuracy(model: Module, batches: Iterable[tuple[Any, Any]]) -> float:
