@@ -6,16 +6,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:       # the names of _HOMES
     from pyops.data.cifar import CIFAR10Dataset
-    from pyops.data.datasets import ArrayDataset, Dataset, MNISTDataset, Subset
+    from pyops.data.datasets import (
+        ArrayDataset,
+        ConcatDataset,
+        Dataset,
+        IterableDataset,
+        MNISTDataset,
+        Subset,
+        TensorDataset,
+        random_split,
+    )
     from pyops.data.loader import DataLoader, default_collate
+    from pyops.data.samplers import (
+        BatchSampler,
+        RandomSampler,
+        Sampler,
+        SequentialSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+    )
     from pyops.data.transforms import RandomCrop, RandomFlipHorizontal
-    from pyops.data.words import WordCorpus, WordDataset
+    from pyops.data.words import WordCorpus, WordDataset, batchify
 
-_HOMES = {'Dataset': 'datasets', 'ArrayDataset': 'datasets', 'MNISTDataset': 'datasets', 'Subset': 'datasets',
-          'DataLoader': 'loader', 'default_collate': 'loader', 'CIFAR10Dataset': 'cifar', 'WordCorpus': 'words',
-          'WordDataset': 'words', 'RandomFlipHorizontal': 'transforms', 'RandomCrop': 'transforms'}
-__all__ = ['ArrayDataset', 'CIFAR10Dataset', 'DataLoader', 'Dataset', 'MNISTDataset', 'RandomCrop', 'RandomFlipHorizontal',
-           'Subset', 'WordCorpus', 'WordDataset', 'default_collate']
+_HOMES = {
+    **dict.fromkeys(('ArrayDataset', 'ConcatDataset', 'Dataset', 'IterableDataset', 'MNISTDataset', 'Subset', 'TensorDataset',
+                     'random_split'), 'datasets'),
+    **dict.fromkeys(('DataLoader', 'default_collate'), 'loader'), 'CIFAR10Dataset': 'cifar',
+    **dict.fromkeys(('BatchSampler', 'RandomSampler', 'Sampler', 'SequentialSampler', 'SubsetRandomSampler',
+                     'WeightedRandomSampler'), 'samplers'),
+    **dict.fromkeys(('WordCorpus', 'WordDataset', 'batchify'), 'words'),
+    **dict.fromkeys(('RandomFlipHorizontal', 'RandomCrop'), 'transforms')}
+__all__ = ['ArrayDataset', 'BatchSampler', 'CIFAR10Dataset', 'ConcatDataset', 'DataLoader', 'Dataset', 'IterableDataset',
+           'MNISTDataset', 'RandomCrop', 'RandomFlipHorizontal', 'RandomSampler', 'Sampler', 'SequentialSampler', 'Subset',
+           'SubsetRandomSampler', 'TensorDataset', 'WeightedRandomSampler', 'WordCorpus', 'WordDataset', 'batchify',
+           'default_collate', 'random_split']
 
 
 def __getattr__(name: str) -> Any:

@@ -1,17 +1,22 @@
 """Datasets.  Every random number is a function of (seed, epoch, sample)."""
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import operator
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from pyops.autograd import Tensor
 from pyops.backend import get
 from pyops.data import batches, mnist
 from pyops.data.transforms import apply_all
+from pyops.params import next_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pyops.typing import PathLike
 
@@ -25,6 +30,7 @@ class Dataset:
     transforms: functions of one image (H, W, C), the first element of a sample; see pyops.data.transforms.
     """
 
+    makes_batches: bool = True                            # whether a loader calls batch(), or joins samples()
     transforms: Sequence[Callable[..., Any]] = ()         # default for subclasses that do not call __init__
 
     def __init__(self, transforms: Iterable[Callable[..., Any]] = ()) -> None:
@@ -87,6 +93,20 @@ class ArrayDataset(Dataset):
         return apply_all(self.transforms, first, seed, epoch, rows), *rest
 
 
+class TensorDataset(ArrayDataset):
+    """A dataset of Tensors of equal length: sample i is (tensors[0][i], tensors[1][i], ...).  Arrays are copied."""
+
+    def __init__(self, *tensors: Any) -> None:
+        self.tensors = tuple(one if isinstance(one, Tensor) else Tensor(one) for one in tensors)
+        super().__init__(*(one.numpy() for one in self.tensors))
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
+        return [self[int(row)] for row in rows]
+
+
 class MNISTDataset(Dataset):
     """Digits as (image (28, 28, 1) float32 from 0 (paper) to 1 (ink), label int32): MNIST if found, else the embedded digits
     (pyops.data.mnist.load).
@@ -126,21 +146,93 @@ class MNISTDataset(Dataset):
         return apply_all(self.transforms, images, seed, epoch, rows), self.labels[rows]
 
 
-class Subset(Dataset):
-    """Some samples of a dataset: sample i is dataset[indices[i]], with the transforms of the dataset."""
+def _samples(dataset: Any, rows: Any, seed: int, epoch: int) -> list[Any]:
+    """Return the samples of a Dataset or of another sequence with these indices."""
+    if isinstance(dataset, Dataset):
+        return dataset.samples(rows, seed, epoch)
+    return [dataset[int(row)] for row in rows]
 
-    def __init__(self, dataset: Dataset, indices: Any) -> None:
+
+class Subset(Dataset):
+    """Some samples of a dataset, or of any sequence: sample i is dataset[indices[i]], with the transforms of the dataset."""
+
+    def __init__(self, dataset: Any, indices: Any) -> None:
         super().__init__()
         self.dataset, self.indices = dataset, np.arange(len(dataset))[indices]
+        self.makes_batches = getattr(dataset, 'makes_batches', False)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.at(index)
+        if self.makes_batches:
+            return self.at(index)
+        rows = self.indices[index]
+        found = _samples(self.dataset, np.atleast_1d(rows), 0, 0)
+        return found if np.ndim(rows) else found[0]
 
     def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
-        return self.dataset.samples(self.indices[get(rows)], seed, epoch)
+        return _samples(self.dataset, self.indices[get(rows)], seed, epoch)
 
     def batch(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> tuple[Any, ...]:
         return self.dataset.batch(self.indices[get(rows)], seed, epoch)
+
+
+class ConcatDataset(Dataset):
+    """Several datasets, or other sequences, one after the other."""
+    makes_batches = False
+
+    def __init__(self, datasets: Iterable[Any]) -> None:
+        super().__init__()
+        self.datasets = list(datasets)
+        if not self.datasets:
+            raise ValueError('ConcatDataset: expected at least one dataset, got none')
+        self.cumulative_sizes = np.cumsum([len(one) for one in self.datasets]).tolist()
+
+    def __len__(self) -> int:
+        return self.cumulative_sizes[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        row = operator.index(index)
+        if not -len(self) <= row < len(self):
+            raise IndexError(f'ConcatDataset: index {row} is out of bounds for {len(self)} samples')
+        return self.samples(np.array([row % len(self)]))[0]
+
+    def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
+        found = []
+        for row in get(rows):
+            which = bisect.bisect_right(self.cumulative_sizes, row)
+            first = self.cumulative_sizes[which - 1] if which else 0
+            found += _samples(self.datasets[which], np.array([row - first]), seed, epoch)
+        return found
+
+
+class IterableDataset:
+    """Base of datasets that are read in order: a subclass defines __iter__.  A DataLoader joins its samples to batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError(f'{type(self).__name__}.__iter__')
+
+
+def random_generator(generator: np.random.Generator | None) -> np.random.Generator:
+    """Return a numpy Generator: the given one, or the next of those of the process seed (pyops.seed)."""
+    return np.random.default_rng(next_key('data')) if generator is None else generator
+
+
+def random_split(dataset: Any, lengths: Sequence[float], generator: np.random.Generator | None = None) -> list[Subset]:
+    """Divide the samples of a dataset at random into Subsets of these lengths.
+
+    lengths: whole numbers that add up to the length of the dataset, or fractions that add up to 1; what rounding leaves goes to
+    the first parts, one sample each.  generator: a numpy Generator; None: the next of the process seed (pyops.seed).
+    """
+    n, sizes = len(dataset), list[Any](lengths)
+    if math.isclose(sum(sizes), 1) and n != 1:
+        sizes = [math.floor(n * share) for share in sizes]
+        for i in range(n - sum(sizes)):
+            sizes[i % len(sizes)] += 1
+    if sum(sizes) != n or any(size != int(size) or size < 0 for size in sizes):
+        raise ValueError(f'random_split: lengths: expected numbers with sum {n}, the length of the dataset, or fractions with '
+                         f'sum 1, got {list(lengths)}')
+    order = random_generator(generator).permutation(n)
+    ends = np.cumsum([0, *sizes]).astype(int)
+    return [Subset(dataset, order[first:end]) for first, end in itertools.pairwise(ends)]

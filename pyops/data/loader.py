@@ -12,7 +12,7 @@ import numpy as np
 from pyops.autograd import Tensor
 from pyops.backend import get
 from pyops.data import batches
-from pyops.data.datasets import Dataset
+from pyops.data.datasets import Dataset, IterableDataset
 from pyops.ndarray import NDArray
 
 if TYPE_CHECKING:
@@ -61,14 +61,15 @@ def _as_tensors(batch: Any) -> Any:
 class DataLoader:
     """An iterable over batches: `for images, labels in loader` runs one epoch of Tensors; the next loop runs the next epoch.
 
-    dataset: a Dataset, or any object with __len__ and __getitem__.  The samples of the latter may be numbers, arrays, texts,
-    and tuples or dicts of them; see default_collate.
+    dataset: a Dataset, any object with __len__ and __getitem__, or an IterableDataset.  The samples of the latter two may be
+    numbers, arrays, texts, and tuples or dicts of them; see default_collate.
     shuffle: use the order of pyops.data.batches, or a permutation drawn from `generator`, a numpy Generator, for each epoch.
     sampler: an iterable of the indices of an epoch, instead of shuffle.  batch_sampler: an iterable of lists of indices, one
     per batch, instead of batch_size, shuffle, sampler and drop_last.
     num_workers: number of threads that make batches ahead, prefetch_factor each.  The batches and their order do not depend on
     it.  An exception in a thread is raised in the loop, at its batch.
     collate_fn: makes a batch of a list of samples; its result is yielded as it is.
+    pin_memory, timeout, worker_init_fn, multiprocessing_context, persistent_workers: accepted as in PyTorch, without effect.
     drop_last: leave out an incomplete last batch.  arrays: yield numpy arrays instead of Tensors, for manual gradients.
     loader.epoch is the next epoch, loader.start the number of its samples to skip, which an earlier run used: set both to
     resume a run.
@@ -76,10 +77,16 @@ class DataLoader:
 
     def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False, sampler: Iterable[int] | None = None,
                  batch_sampler: Iterable[Sequence[int]] | None = None, num_workers: int = 0,
-                 collate_fn: Callable[[list[Any]], Any] | None = None, *, drop_last: bool = False,
-                 generator: np.random.Generator | None = None, prefetch_factor: int = 2, seed: int = 0,
-                 arrays: bool = False) -> None:
-        if not hasattr(dataset, '__getitem__') or (sampler is batch_sampler is None and not hasattr(dataset, '__len__')):
+                 collate_fn: Callable[[list[Any]], Any] | None = None, pin_memory: bool = False, drop_last: bool = False,
+                 timeout: float = 0, worker_init_fn: Callable[[int], Any] | None = None, multiprocessing_context: Any = None,
+                 generator: np.random.Generator | None = None, *, prefetch_factor: int | None = None,
+                 persistent_workers: bool = False, seed: int = 0, arrays: bool = False) -> None:
+        prefetch_factor = 2 if prefetch_factor is None else prefetch_factor
+        if isinstance(dataset, IterableDataset):
+            if shuffle or sampler is not None or batch_sampler is not None or num_workers:
+                raise ValueError('DataLoader: expected no shuffle, sampler, batch_sampler or num_workers for an '
+                                 'IterableDataset, which is read in order')
+        elif not hasattr(dataset, '__getitem__') or (sampler is batch_sampler is None and not hasattr(dataset, '__len__')):
             raise TypeError('DataLoader: dataset: expected an object with __len__ and __getitem__, got '
                             f'{type(dataset).__name__}; ArrayDataset makes one of arrays')
         for name, number, least in (('batch_size', batch_size, 1), ('num_workers', num_workers, 0),
@@ -105,14 +112,24 @@ class DataLoader:
         """Return the number of batches in a whole epoch.  TypeError for a sampler without a length."""
         if self.batch_sampler is not None:
             return len(self.batch_sampler)                  # type: ignore[arg-type]
+        if isinstance(self.dataset, IterableDataset) and not hasattr(self.dataset, '__len__'):
+            raise TypeError(f'DataLoader: {type(self.dataset).__name__} has no length')
         n = len(self.dataset if self.sampler is None else self.sampler)             # type: ignore[arg-type]
         return -(-batches.epoch_end(n, self.batch_size, 0, self.drop_last) // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.epoch, self.start
         self.epoch, self.start = epoch + 1, 0
+        if isinstance(self.dataset, IterableDataset):
+            return self._read(itertools.islice(self.dataset, start, None))
         made = self._made_ahead if self.num_workers else map
         return made(lambda rows: self._batch(rows, epoch), self._rows(epoch, start))        # type: ignore[operator]
+
+    def _read(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches of samples in their order."""
+        while found := list(itertools.islice(samples, self.batch_size)):
+            if len(found) == self.batch_size or not self.drop_last:
+                yield self._joined(found)
 
     def _rows(self, epoch: int, start: int) -> Iterator[np.ndarray]:
         """Return an iterator over the indices of an epoch's batches after `start` samples."""
@@ -142,17 +159,21 @@ class DataLoader:
     def _batch(self, rows: Any, epoch: int) -> Any:
         """Return the batch with these indices."""
         is_dataset = isinstance(self.dataset, Dataset)
-        if self.collate_fn is None and is_dataset:
+        if self.collate_fn is None and is_dataset and self.dataset.makes_batches:
             batch = self.dataset.batch(rows, self.seed, epoch)
-        else:
-            rows = get(rows)
-            samples = self.dataset.samples(rows, self.seed, epoch) if is_dataset else [self.dataset[int(row)] for row in rows]
-            if self.collate_fn is not None:
-                return self.collate_fn(samples)
-            try:
-                batch = default_collate(samples)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f'DataLoader: {type(self.dataset).__name__}: {error}') from None
+            return batch if self.arrays else _as_tensors(batch)
+        rows = get(rows)
+        return self._joined(self.dataset.samples(rows, self.seed, epoch) if is_dataset else
+                            [self.dataset[int(row)] for row in rows])
+
+    def _joined(self, samples: list[Any]) -> Any:
+        """Return the batch of these samples."""
+        if self.collate_fn is not None:
+            return self.collate_fn(samples)
+        try:
+            batch = default_collate(samples)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f'DataLoader: {type(self.dataset).__name__}: {error}') from None
         return batch if self.arrays else _as_tensors(batch)
 
     def _made_ahead(self, make: Callable[[Any], Any], every: Iterator[Any]) -> Iterator[Any]:

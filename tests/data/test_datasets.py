@@ -3,8 +3,20 @@ import numpy as np
 import pytest
 
 import pyops
-from pyops import params
-from pyops.data import ArrayDataset, DataLoader, Dataset, MNISTDataset, RandomCrop, RandomFlipHorizontal, Subset, mnist
+from pyops import Tensor, params
+from pyops.data import (
+    ArrayDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    MNISTDataset,
+    RandomCrop,
+    RandomFlipHorizontal,
+    Subset,
+    TensorDataset,
+    mnist,
+    random_split,
+)
 from pyops.data.transforms import random_words
 from pyops.philox import philox4x32
 
@@ -205,3 +217,38 @@ def test_a_subset_has_the_samples_of_its_indices(make):
         assert (part[-1][0] == part.batch(np.array([2]))[0][0]).all()
     with pytest.raises(IndexError):
         Subset(whole, [99])
+
+
+def test_tensors_make_a_dataset_as_in_torch(torch):
+    x, y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8)
+    dataset, twin = TensorDataset(Tensor(x), y), torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+    assert len(dataset) == len(twin) == 8 and [one.tolist() for one in dataset[3]] == [one.tolist() for one in twin[3]]
+    assert all(isinstance(one, Tensor) for one in dataset[3])
+    for ours, theirs in zip(DataLoader(dataset, 3), torch.utils.data.DataLoader(twin, 3), strict=True):
+        assert [one.tolist() for one in ours] == [one.tolist() for one in theirs]
+    seen = []
+    list(DataLoader(dataset, 3, collate_fn=lambda samples: seen.extend(samples) or samples))
+    assert all(isinstance(one, Tensor) for sample in seen for one in sample) and len(seen) == 8
+
+
+def test_any_sequences_are_divided_and_joined(torch):
+    words = list('abcdefghij')
+    part = Subset(words, [7, 0, -1])
+    assert [part[i] for i in range(3)] == ['h', 'a', 'j'] and part[:2] == ['h', 'a']
+    assert list(DataLoader(part, 2)) == [['h', 'a'], ['j']]
+    both = ConcatDataset([words, part, Squares([lambda x: x + 1])])
+    assert len(both) == 10 + 3 + len(Squares()) and (both[3], both[11], both[13][1], both[-1][1]) == ('d', 'a', 0, 81)
+    assert both[13][0][0, 0, 0] == 1 and list(DataLoader(Subset(both, [1, 12]), 2)) == [['b', 'j']]
+    images, squares = next(iter(DataLoader(Subset(both, [14, 13]), 2)))
+    assert images[:, 0, 0, 0].tolist() == [2, 1] and squares.tolist() == [1, 0]
+    for lengths in ([3, 7], [0.25, 0.25, 0.5]):
+        parts = random_split(words, lengths, np.random.default_rng(1))
+        want = torch.utils.data.random_split(words, lengths)
+        assert [len(one) for one in parts] == [len(one) for one in want]
+        assert sorted(word for one in parts for word in one) == words
+    assert [*random_split(words, [5, 5])[0]] != [*random_split(words, [5, 5])[0]]
+    for call, error, text in ((lambda: both[len(both)], IndexError, 'ConcatDataset: index 23 is out of bounds for 23 samples'),
+                              (lambda: ConcatDataset([]), ValueError, 'expected at least one dataset'),
+                              (lambda: random_split(words, [3, 3]), ValueError, 'expected numbers with sum 10')):
+        with pytest.raises(error, match=text):
+            call()

@@ -7,7 +7,21 @@ import numpy as np
 import pytest
 
 from pyops.autograd import Tensor
-from pyops.data import ArrayDataset, DataLoader, Dataset, MNISTDataset, RandomCrop, RandomFlipHorizontal, default_collate
+from pyops.data import (
+    ArrayDataset,
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    MNISTDataset,
+    RandomCrop,
+    RandomFlipHorizontal,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 from pyops.data.batches import epoch_order
 from pyops.plan import Plan
 
@@ -240,3 +254,40 @@ def test_a_plan_does_not_record_the_batches_of_workers():
 def test_a_loader_refuses_what_does_not_fit(options, error, text):
     with pytest.raises(error, match=f'^DataLoader: {text}'):
         DataLoader(**dict(dataset=NUMBERS) | options)
+
+
+def test_samplers_draw_the_indices_of_an_epoch(torch):
+    words, rng = list('abcdefgh'), np.random.default_rng(0)
+    drawn = list(RandomSampler(words, generator=rng))
+    assert sorted(drawn) == list(SequentialSampler(words)) == list(range(8)) != drawn
+    assert len(list(RandomSampler(words, num_samples=20))) == 20 and set(RandomSampler(words, True, 99)) == set(range(8))
+    assert sorted(SubsetRandomSampler([5, 2, 7])) == [2, 5, 7]
+    counts = np.bincount(list(WeightedRandomSampler([1, 0, 3], 4000)), minlength=3) / 4000
+    assert abs(counts - [0.25, 0, 0.75]).max() < 0.05 and sorted(WeightedRandomSampler([1, 0, 3], 2, False)) == [0, 2]
+    for drop in (False, True):
+        ours, theirs = BatchSampler(range(8), 3, drop), torch.utils.data.BatchSampler(range(8), 3, drop)
+        assert list(ours) == list(theirs) and len(ours) == len(theirs)
+    assert list(DataLoader(words, batch_sampler=BatchSampler([3, 0, 1], 2))) == [['d', 'a'], ['b']]
+    assert list(DataLoader(words, 2, False, SequentialSampler(words), None, 0, None, True, True, 0, persistent_workers=True,
+                           prefetch_factor=None))[0] == ['a', 'b']
+    for call, text in ((lambda: RandomSampler([]), 'RandomSampler: num_samples: expected 1 or more, got 0'),
+                       (lambda: WeightedRandomSampler([0, 0], 1), 'expected numbers of at least 0, not all 0'),
+                       (lambda: WeightedRandomSampler([1, 0], 2, False), 'at most the 1 weights above 0, got 2'),
+                       (lambda: BatchSampler([1], 0), 'BatchSampler: batch_size: expected 1 or more')):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+def test_an_iterable_dataset_is_read_in_order():
+    class Lines(IterableDataset):
+        def __iter__(self):
+            return ((np.full(2, i), i) for i in range(5))
+
+    loader = DataLoader(Lines(), 2)
+    for _ in range(2):
+        assert [(x.shape, y.tolist()) for x, y in loader] == [((2, 2), [0, 1]), ((2, 2), [2, 3]), ((1, 2), [4])]
+    assert len(list(DataLoader(Lines(), 2, drop_last=True, collate_fn=len))) == 2
+    with pytest.raises(ValueError, match='DataLoader: expected no shuffle'):
+        DataLoader(Lines(), 2, shuffle=True)
+    with pytest.raises(TypeError, match='Lines has no length'):
+        len(loader)

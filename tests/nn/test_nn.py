@@ -1115,7 +1115,7 @@ def test_an_optimiser_says_when_there_is_nothing_to_train():
     (lambda x: optim.Adam([x], max_norm=-1), ValueError, 'Adam: max_norm: expected 0 <= max_norm < inf, got -1'),
     (lambda x: optim.Adam([x], 0.01, 0.9, 0.999), TypeError,
      r'^Adam: only params and lr may be given by position, got 2 more: 0.9, 0.999; give the rest by name: max_norm, beta1, '
-     r'beta2, betas, eps, weight_decay$'),
+     r'beta2, betas, eps, weight_decay, amsgrad, decoupled_weight_decay$'),
     (lambda x: optim.Adam([x], 0.01, (0.9, 0.999)), TypeError, r'Adam: only params and lr .* got 1 more: \(0.9, 0.999\)'),
     (lambda x: optim.SGD([x], 0.01, 0.9), TypeError,
      'SGD: only params and lr may .* by name: momentum, dampening, weight_decay, nesterov, max_norm$'),
