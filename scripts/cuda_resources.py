@@ -166,14 +166,14 @@ def instructions():
 def waits(sass):
     """Return a line for each kernel that waits within a group of wgmma instructions.
 
-    SASS marks the last HGMMA of a group with gsb0.  A compiler that serialises ends a group after each one and waits for it.
-    No kernel has a group of one instruction otherwise: a group multiplies at least 32 columns in steps of 16.
+    SASS marks the last HGMMA, or QGMMA for FP8, of a group with gsb0.  A compiler that serialises ends a group after each one
+    and waits for it.  No kernel has a group of one instruction otherwise: a group multiplies at least 32 columns, 16 at a time.
     """
     kernel, length, bad = '?', 0, {}
     for line in sass.splitlines():
         if match := FUNCTION.search(line):
             kernel, length = match[1], 0
-        elif 'HGMMA' in line:
+        elif 'GMMA.' in line:
             length += 1
             if 'gsb0' in line:
                 if length == 1:

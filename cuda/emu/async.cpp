@@ -171,7 +171,7 @@ void mbarrier_arrive_at(uint64_t *barrier, int rank) {
 cudaError_t make_tensor_map(TensorMap *map, void *base, int element_size, uint64_t size0, uint64_t size1, uint64_t stride,
                             uint32_t box0, uint32_t box1, bool swizzle) {
     const uint64_t most = uint64_t(1) << 32, row = size0 * element_size, box_row = static_cast<uint64_t>(box0) * element_size;
-    if (element_size != 2 && element_size != 4) return cudaErrorInvalidValue;
+    if (element_size != 1 && element_size != 2 && element_size != 4) return cudaErrorInvalidValue;
     if (reinterpret_cast<uintptr_t>(base) % 16 || stride % 16) return cudaErrorInvalidValue;
     if (stride < row || stride >= uint64_t(1) << 40) return cudaErrorInvalidValue;
     if (!size0 || !size1 || size0 > most || size1 > most) return cudaErrorInvalidValue;

@@ -193,7 +193,7 @@ void bulk_commit();
 void fence_proxy_async();                                               // for the writes of this thread that were noted
 void bulk_wait(int groups_left, bool only_read);
 
-enum class Element { bf16, tf32 };
+enum class Element { bf16, tf32, e4m3, e5m2 };
 struct Wgmma {                                  // d (64 x n) = a (64 x 32 bytes) * b, or d += a * b
     Element element;
     int n;
@@ -201,7 +201,9 @@ struct Wgmma {                                  // d (64 x n) = a (64 x 32 bytes
     bool a_in_registers, a_transposed, b_transposed, accumulate;
     unsigned a_fragments[4];
     uint64_t a, b;                              // descriptors of matrices in shared memory
+    Element b_element = element;
 };
+unsigned code_of(Element format, float x);      // of the nearest number of E4M3 or E5M2
 void wgmma(const Wgmma &product);
 void wgmma_fence();
 void wgmma_commit();

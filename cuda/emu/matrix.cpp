@@ -7,6 +7,7 @@
 //
 // The order in which a device adds the products of one instruction is not documented; here it is the order of k.
 #include "matrix.h"
+#include <cmath>
 #include "block.h"
 
 namespace emu {
@@ -14,21 +15,58 @@ static float low_bf16(unsigned pair) { return __uint_as_float(pair << 16); }
 static float high_bf16(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 static float as_tf32(unsigned bits) { return __uint_as_float(bits & 0xffffe000u); }     // the low 13 bits are ignored
 
-// A fragment of a tile of 16 rows and 32 bytes: 8 columns of TF32, or 16 of bfloat16.
-static void gather_tf32(float (*a)[16], const unsigned *fragment, int lane) {
+// FP8: numbers of `bits` fraction bits; codes below 2^bits are subnormal, multiples of 2^(smallest - bits).
+struct Fp8Format {
+    int bits, smallest;
+    unsigned largest;                           // the code of the largest finite number
+};
+static Fp8Format format_of(Element element) {
+    return element == Element::e4m3 ? Fp8Format{3, -6, 0x7e} : Fp8Format{2, -14, 0x7b};
+}
+unsigned code_of(Element element, float x) {
+    const Fp8Format f = format_of(element);
+    if (std::isnan(x)) return 0x7f;
+    const unsigned sign = std::signbit(x) ? 0x80 : 0;
+    if (std::isinf(x)) return sign | f.largest;
+    const int exponent = std::abs(x) < std::ldexp(1.0f, f.smallest) ? f.smallest : std::ilogb(x);
+    // to even; if it becomes 2^(bits + 1), the sum is the code of the next exponent
+    const int significand = static_cast<int>(std::nearbyint(std::ldexp(std::abs(x), f.bits - exponent)));
+    const unsigned code = static_cast<unsigned>(((exponent - f.smallest) << f.bits) + significand);
+    return sign | (code > f.largest ? f.largest : code);
+}
+static float as_fp8(unsigned code, Element element) {
+    const Fp8Format f = format_of(element);
+    const int magnitude = static_cast<int>(code & 0x7f), exponent = magnitude >> f.bits,
+              fraction = magnitude & ((1 << f.bits) - 1);
+    if (magnitude > static_cast<int>(f.largest)) {
+        if (element == Element::e4m3 || fraction) return NAN;
+        return code & 0x80 ? -INFINITY : INFINITY;
+    }
+    const float value = exponent ? std::ldexp(static_cast<float>((1 << f.bits) + fraction), f.smallest + exponent - 1 - f.bits)
+                                 : std::ldexp(static_cast<float>(fraction), f.smallest - f.bits);
+    return code & 0x80 ? -value : value;
+}
+
+// A fragment of a tile of 16 rows and 32 bytes: 8 columns of TF32, 16 of bfloat16, or 32 of FP8.
+static void gather_tf32(float (*a)[32], const unsigned *fragment, int lane) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) a[g + i % 2 * 8][t + i / 2 * 4] = as_tf32(fragment[i]);
 }
-static void gather_bf16(float (*a)[16], const unsigned *fragment, int lane) {
+static void gather_bf16(float (*a)[32], const unsigned *fragment, int lane) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) {
         a[g + i % 2 * 8][2 * t + i / 2 * 8] = low_bf16(fragment[i]);
         a[g + i % 2 * 8][2 * t + i / 2 * 8 + 1] = high_bf16(fragment[i]);
     }
 }
+static void gather_fp8(float (*a)[32], const unsigned *fragment, int lane, Element element) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) a[g + i % 2 * 8][4 * t + i / 2 * 16 + j] = as_fp8(fragment[i] >> 8 * j & 0xff, element);
+}
 
 // c (16 x 8) += a (16 x depth) * b (depth x 8)
-static void multiply(float (*c)[8], const float (*a)[16], const float (*b)[8], int depth) {
+static void multiply(float (*c)[8], const float (*a)[32], const float (*b)[8], int depth) {
     for (int i = 0; i < 16; i++)
         for (int k = 0; k < depth; k++)
             for (int j = 0; j < 8; j++) c[i][j] += a[i][k] * b[k][j];
@@ -38,7 +76,7 @@ static float &element_of(float (*c)[8], int lane, int i) { return c[lane / 4 + i
 // ---- mma.sync -----------------------------------------------------------------------------------------------
 template <bool TF32> static void multiply_warp(void *const lanes[32], unsigned mask) {
     if (mask != WHOLE_WARP) die("mma.sync requires a whole warp");
-    float a[16][16], b[16][8], c[16][8];
+    float a[16][32], b[16][8], c[16][8];
     for (int lane = 0; lane < 32; lane++) {
         const Mma &own = *static_cast<Mma *>(lanes[lane]);
         const int g = lane / 4, t = lane % 4;
@@ -121,9 +159,12 @@ struct Descriptor {
     }
 };
 
+static int size_of(Element element) { return element == Element::tf32 ? 4 : element == Element::bf16 ? 2 : 1; }
 static float value_at(const Descriptor &d, Element element, int line, int k, bool transposed) {
-    if (element == Element::tf32) return as_tf32(*reinterpret_cast<const unsigned *>(d.at(line, k, 4, transposed)));
-    return low_bf16(*reinterpret_cast<const uint16_t *>(d.at(line, k, 2, transposed)));
+    const char *const at = d.at(line, k, size_of(element), transposed);
+    if (element == Element::tf32) return as_tf32(*reinterpret_cast<const unsigned *>(at));
+    if (element == Element::bf16) return low_bf16(*reinterpret_cast<const uint16_t *>(at));
+    return as_fp8(*reinterpret_cast<const uint8_t *>(at), element);
 }
 // Report the reads of the product to the sanitizers, once, in pieces of 16 bytes.
 static void report_reads(const Descriptor &d, int first, int lines, int depth, int size, bool transposed) {
@@ -137,15 +178,16 @@ static void report_reads(const Descriptor &d, int first, int lines, int depth, i
 void multiply_warpgroup(void *const lanes[32], unsigned mask) {
     if (mask != WHOLE_WARP) die("wgmma requires a whole warpgroup");
     const Wgmma &p = *static_cast<WgmmaOfLane *>(lanes[0])->product;
-    const int size = p.element == Element::tf32 ? 4 : 2, depth = 32 / size, first = self()->warp % 4 * 16;
-    float a[16][16], b[16][8], c[16][8];
+    const int size = size_of(p.element), depth = 32 / size, first = self()->warp % 4 * 16;
+    float a[16][32], b[32][8], c[16][8];
     for (int lane = 0; lane < 32; lane++) {
         const Wgmma &own = *static_cast<WgmmaOfLane *>(lanes[lane])->product;
         if (own.a != p.a || own.b != p.b || own.n != p.n || own.accumulate != p.accumulate)
             die("wgmma: the lanes of a warp differ in a descriptor, or in whether they accumulate");
         if (!p.a_in_registers) continue;
         if (p.element == Element::tf32) gather_tf32(a, own.a_fragments, lane);
-        else gather_bf16(a, own.a_fragments, lane);
+        else if (p.element == Element::bf16) gather_bf16(a, own.a_fragments, lane);
+        else gather_fp8(a, own.a_fragments, lane, p.element);
     }
     if (!p.a_in_registers) {
         const Descriptor in(p.a);
@@ -157,7 +199,7 @@ void multiply_warpgroup(void *const lanes[32], unsigned mask) {
     report_reads(in, 0, p.n, depth, size, p.b_transposed);
     for (int column = 0; column < p.n; column += 8) {
         for (int k = 0; k < depth; k++)
-            for (int j = 0; j < 8; j++) b[k][j] = value_at(in, p.element, column + j, k, p.b_transposed);
+            for (int j = 0; j < 8; j++) b[k][j] = value_at(in, p.b_element, column + j, k, p.b_transposed);
         auto accumulators = [&](int lane) { return static_cast<WgmmaOfLane *>(lanes[lane])->accumulators + column / 2; };
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 4; i++) element_of(c, lane, i) = p.accumulate ? accumulators(lane)[i] : 0.0f;

@@ -3,6 +3,7 @@
 // A kernel and the emulator could share a wrong assumption about a layout.  So these kernels are a separate library, built for
 // the emulator and for a GPU, and tests/cuda/conformance.py compares both results with a formula.  Every case
 // takes and returns float32 numbers; conversions to bfloat16 happen here.
+#include <cmath>
 #include <cstring>
 #include "hopper.cuh"
 
@@ -11,6 +12,10 @@ constexpr int SCRATCH = 1 << 20;                // bytes of device memory in add
 
 static __global__ void round_to_bf16(__nv_bfloat16 *y, const float *x, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = __float2bfloat16(x[i]);
+}
+template <Fp8 F> static __global__ void round_to_fp8(unsigned short *y, const float *x, int n) {
+    for (int i = threadIdx.x; i < n / 2; i += blockDim.x)
+        y[i] = static_cast<unsigned short>(fp8_pair<F>(x[2 * i], x[2 * i + 1]));
 }
 
 // ---- shared memory and barriers ---------------------------------------------------------------------------------
@@ -138,6 +143,15 @@ static __global__ void mma_bf16_case(const float *in, float *out) {
     for (int i = 0; i < 4; i++) d[i] = c[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
     mma_bf16(d, x, y);
     for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+}
+
+// The codes of pairs of numbers, NaN for every code of NaN
+template <Fp8 F> static __global__ void fp8_codes(const float *in, float *out) {
+    const unsigned codes = fp8_pair<F>(in[2 * threadIdx.x], in[2 * threadIdx.x + 1]);
+    for (int i = 0; i < 2; i++) {
+        const unsigned code = codes >> 8 * i & 0xff;
+        out[2 * threadIdx.x + i] = (code & 0x7f) > (F == Fp8::e4m3 ? 0x7e : 0x7c) ? NAN : static_cast<float>(code);
+    }
 }
 
 // in: COUNT matrices of 8 x 8; out: two elements per lane and matrix
@@ -296,13 +310,25 @@ static __global__ void arrivals(const float *in, float *out) {
 // ---- wgmma: d (64 x N) = a (64 x K) * b (K x N), where a row of K is 128 bytes ---------------------------------------
 // Bulk copies with the swizzle load the operands.  Plain: a as 64 rows of K, b as N rows of K.  Transposed: as K rows of 64 or
 // N, in boxes of width 64.  The first product has !accumulate and a d full of ones, the second accumulates: so d = 2 a b.
-enum class Form { bf16, bf16_trans_a, bf16_trans_b, bf16_trans_both, bf16_ra, bf16_ra_trans_b, tf32, tf32_ra };
+// clang-format off
+enum class Form {
+    bf16, bf16_trans_a, bf16_trans_b, bf16_trans_both, bf16_ra, bf16_ra_trans_b, tf32, tf32_ra,
+    e4m3, e5m2, e4m3_e5m2, e5m2_e4m3, e4m3_ra, e5m2_ra, e4m3_e5m2_ra, e5m2_e4m3_ra
+};
+// clang-format on
 template <Form F> struct Operands {
-    static constexpr bool TF32 = F == Form::tf32 || F == Form::tf32_ra;
+    static constexpr bool TF32 = F == Form::tf32 || F == Form::tf32_ra, FP8 = F >= Form::e4m3;
+    static constexpr Fp8 A = F == Form::e4m3 || F == Form::e4m3_ra || F == Form::e4m3_e5m2 || F == Form::e4m3_e5m2_ra
+        ? Fp8::e4m3
+        : Fp8::e5m2;
+    static constexpr Fp8 B = F == Form::e4m3 || F == Form::e4m3_ra || F == Form::e5m2_e4m3 || F == Form::e5m2_e4m3_ra
+        ? Fp8::e4m3
+        : Fp8::e5m2;
     static constexpr bool TRANS_A = F == Form::bf16_trans_a || F == Form::bf16_trans_both;
     static constexpr bool TRANS_B = F == Form::bf16_trans_b || F == Form::bf16_trans_both || F == Form::bf16_ra_trans_b;
-    static constexpr bool REGISTERS = F == Form::bf16_ra || F == Form::tf32_ra || F == Form::bf16_ra_trans_b;
-    static constexpr int DEPTH = TF32 ? 32 : 64;
+    static constexpr bool REGISTERS = F == Form::bf16_ra || F == Form::tf32_ra || F == Form::bf16_ra_trans_b ||
+        F >= Form::e4m3_ra;
+    static constexpr int SIZE = TF32 ? 4 : FP8 ? 1 : 2, DEPTH = 128 / SIZE;
 };
 
 template <int N, Form FORM>
@@ -350,6 +376,9 @@ static __global__ void __launch_bounds__(128, 1)
             const uint64_t x = a + a_step * step, y = b + b_step * step;
             if constexpr (FORM == Form::tf32) wgmma_tf32<N>(d, x, y, accumulate);
             else if constexpr (FORM == Form::tf32_ra) wgmma_tf32_ra<N>(d, fragments[step], y, accumulate);
+            else if constexpr (Operands<FORM>::FP8 && REGISTERS)
+                wgmma_fp8_ra<N, Operands<FORM>::A, Operands<FORM>::B>(d, fragments[step], y, accumulate);
+            else if constexpr (Operands<FORM>::FP8) wgmma_fp8<N, Operands<FORM>::A, Operands<FORM>::B>(d, x, y, accumulate);
             else if constexpr (REGISTERS) wgmma_bf16_ra<N, TRANS_B>(d, fragments[step], y, accumulate);
             else wgmma_bf16<N, TRANS_A, TRANS_B>(d, x, y, accumulate);
         }
@@ -362,7 +391,7 @@ static __global__ void __launch_bounds__(128, 1)
 // in: a as stored, then b as stored
 template <int N, Form FORM> static cudaError_t run_wgmma(const float *in, float *out, float *scratch) {
     constexpr bool TRANS_B = Operands<FORM>::TRANS_B;
-    constexpr int K = Operands<FORM>::DEPTH, SIZE = Operands<FORM>::TF32 ? 4 : 2;
+    constexpr int K = Operands<FORM>::DEPTH, SIZE = Operands<FORM>::SIZE;
     const void *a = in, *b = in + 64 * K;
     cudaError_t error = cudaSuccess;
     if (SIZE == 2) {
@@ -370,6 +399,13 @@ template <int N, Form FORM> static cudaError_t run_wgmma(const float *in, float 
         error = LAUNCH(round_to_bf16, 1, 256, 0, nullptr, rounded, in, (64 + N) * K);
         a = rounded;
         b = rounded + 64 * K;
+    }
+    if (SIZE == 1) {
+        auto *codes = reinterpret_cast<unsigned short *>(scratch);
+        error = LAUNCH(round_to_fp8<Operands<FORM>::A>, 1, 256, 0, nullptr, codes, in, 64 * K);
+        if (!error) error = LAUNCH(round_to_fp8<Operands<FORM>::B>, 1, 256, 0, nullptr, codes + 32 * K, in + 64 * K, N * K);
+        a = codes;
+        b = codes + 32 * K;
     }
     CUtensorMap a_map, b_map;
     if (!error) error = make_tensor_map_2d(&a_map, a, SIZE, K, 64, K * SIZE, 128 / SIZE, 64, true);   // both layouts: 64 x 64
@@ -579,6 +615,20 @@ static const Case cases[] = {
     WGMMA(128, tf32),
     WGMMA(256, tf32),
     WGMMA(64, tf32_ra),
+    {"fp8_codes_e4m3", 512, 512, 90, ONE_BLOCK(fp8_codes<Fp8::e4m3>, 256, 0)},
+    {"fp8_codes_e5m2", 512, 512, 90, ONE_BLOCK(fp8_codes<Fp8::e5m2>, 256, 0)},
+    WGMMA(32, e4m3),
+    WGMMA(64, e4m3),
+    WGMMA(128, e4m3),
+    WGMMA(192, e4m3),
+    WGMMA(256, e4m3),
+    WGMMA(64, e5m2),
+    WGMMA(128, e4m3_e5m2),
+    WGMMA(128, e5m2_e4m3),
+    WGMMA(64, e4m3_ra),
+    WGMMA(64, e5m2_ra),
+    WGMMA(32, e4m3_e5m2_ra),
+    WGMMA(32, e5m2_e4m3_ra),
     {"registers", 256, 256, 90, ONE_BLOCK(registers, 256, 0)},
     {"cluster_stores", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, cluster_stores<float>, 8, 32, 1024, nullptr, in, out);)},
     {"cluster_stores_bf16", 256, 256, 90,
@@ -593,6 +643,7 @@ EXPORT int conformance_capability() {           // compute capability of the dev
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0);
     return 10 * major + minor;
 }
+EXPORT int conformance_emulated() { return EITHER(0, 1); }
 EXPORT int conformance_count() { return sizeof cases / sizeof *cases; }
 EXPORT const char *conformance_case(int i, int *inputs, int *outputs, int *capability) {
     *inputs = cases[i].inputs;

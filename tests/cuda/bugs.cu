@@ -248,6 +248,30 @@ template <Product BUG> static __global__ void product(float *y) {
     if (threadIdx.x == 0)
         for (int i = BUG == Product::read_too_early; i < N; i++) y[i] = d[i];
 }
+// The same sum of two slices of FP8, each product added to a second accumulator.
+enum class Promotion { added_too_early, not_begun_anew, other_format };
+template <Promotion BUG> static __global__ void promotion(float *y) {
+    DYN_SHARED(unsigned short, tile);           // 128 rows of 128 halves, of which a is the first 64 rows and b is all
+    for (int i = threadIdx.x; i < 128 * 64; i += blockDim.x) tile[i] = fp8_pair<Fp8::e4m3>(0.5f, 0.5f);
+    fence_proxy_async();
+    __syncthreads();
+    float d[64] = {}, total[64] = {};
+    auto add = [&] {
+        for (int i = 0; i < 64; i++) total[i] += d[i];
+    };
+    for (int slice = 0; slice < 2; slice++) {
+        const uint64_t descriptor = wg_desc(tile) + 2 * slice;
+        wg_fence();
+        wgmma_fp8<128, Fp8::e4m3, BUG == Promotion::other_format ? Fp8::e5m2 : Fp8::e4m3>(
+            d, descriptor, descriptor, BUG == Promotion::not_begun_anew && slice);
+        wg_commit();
+        if (BUG == Promotion::added_too_early) add();
+        wg_wait<0>();
+        if (BUG != Promotion::added_too_early) add();
+    }
+    if (threadIdx.x == 0)
+        for (int i = 0; i < N; i++) y[i] = total[i];
+}
 enum class Store { not_waited_for, overwritten, not_fenced, fenced_by_the_storing_thread };
 template <Store BUG> static __global__ void store(const __grid_constant__ CUtensorMap map, const float *x) {
     DYN_SHARED(float, tile);
@@ -391,6 +415,9 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     KERNEL(product<Product::no_fence>, 1, 128, tile_bytes, y);
     KERNEL(product<Product::half_a_warpgroup>, 1, 64, tile_bytes, y);
     KERNEL(product<Product::read_too_early>, 1, 128, tile_bytes, y);
+    KERNEL(promotion<Promotion::added_too_early>, 1, 128, tile_bytes, y);
+    KERNEL(promotion<Promotion::not_begun_anew>, 1, 128, tile_bytes, y);
+    KERNEL(promotion<Promotion::other_format>, 1, 128, tile_bytes, y);
     result = host_x;
     make_tensor_map_2d(&map, y, 4, N, 1, N * 4, N, 1, false);
     KERNEL(store<Store::not_waited_for>, 1, N, N * 4, map, x);

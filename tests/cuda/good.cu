@@ -131,7 +131,7 @@ static __global__ void __launch_bounds__(128) matmul_tf32(const float *a, const 
 
 // c = a * b^T in bfloat16: a 64 x 64 tile for a warpgroup, which computes, and one more warp, which loads a ring of 3 stages.
 static __global__ void __launch_bounds__(160)
-matmul_wgmma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float *c, int n) {
+    matmul_wgmma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float *c, int n) {
     constexpr int STAGES = 3, TILE = 64 * 128;
     DYN_SHARED(unsigned char, shared);
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + STAGES * 2 * TILE), *empty = full + STAGES;
@@ -170,11 +170,60 @@ matmul_wgmma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUte
         c[(row0 + t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * n + column0 + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
 }
 
+// c (64 x 64) = a * b^T, a in E4M3 and b in E5M2.  Each 128 k of a row of a, and of b, have a scale; their sum is added to c in
+// float32.
+constexpr int SLICES = 4, NARROW_K = SLICES * 128;
+static __global__ void narrow(unsigned short *a, unsigned short *b, const float *wide_a, const float *wide_b) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    a[i] = static_cast<unsigned short>(fp8_pair<Fp8::e4m3>(wide_a[2 * i], wide_a[2 * i + 1]));
+    b[i] = static_cast<unsigned short>(fp8_pair<Fp8::e5m2>(wide_b[2 * i], wide_b[2 * i + 1]));
+}
+static __global__ void __launch_bounds__(160)
+    matmul_fp8(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const float *scales_a,
+               const float *scales_b, float *c) {
+    constexpr int STAGES = 2, TILE = 64 * 128;
+    DYN_SHARED(unsigned char, shared);
+    uint64_t *full = reinterpret_cast<uint64_t *>(shared + STAGES * 2 * TILE), *empty = full + STAGES;
+    const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4;
+    if (t == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(&full[i], 1);
+            mbar_init(&empty[i], 128);
+        }
+        mbar_fence_init();
+    }
+    __syncthreads();
+    if (t >= 128) {
+        if (t > 128) return;
+        for (int i = 0; i < SLICES; i++) {
+            const int stage = i % STAGES;
+            mbar_wait(&empty[stage], (i / STAGES & 1) ^ 1);
+            mbar_expect(&full[stage], 2 * TILE);
+            tma_load_2d(shared + stage * 2 * TILE, &a, i * 128, 0, &full[stage]);
+            tma_load_2d(shared + stage * 2 * TILE + TILE, &b, i * 128, 0, &full[stage]);
+        }
+        return;
+    }
+    float d[32], total[32] = {};
+    for (int i = 0; i < SLICES; i++) {
+        const int stage = i % STAGES;
+        mbar_wait(&full[stage], i / STAGES & 1);
+        wg_fence();
+        const uint64_t x = wg_desc(shared + stage * 2 * TILE), y = wg_desc(shared + stage * 2 * TILE + TILE);
+        for (int k = 0; k < 4; k++) wgmma_fp8<64, Fp8::e4m3, Fp8::e5m2>(d, x + 2 * k, y + 2 * k, k > 0);
+        wg_commit();
+        wg_wait<0>();
+        mbar_arrive(&empty[stage]);
+        for (int j = 0; j < 32; j++) total[j] += d[j] * (scales_a[(row + j / 2 % 2 * 8) * SLICES + i] * scales_b[i]);
+    }
+    for (int j = 0; j < 32; j++) c[(row + j / 2 % 2 * 8) * 64 + j / 4 * 8 + t % 4 * 2 + j % 2] = total[j];
+}
+
 // c (64 x n) = a * b^T in bfloat16: a cluster of two blocks, each with 32 columns of c.  Each loads its rows of b, and half of
 // the rows of a for both, into a ring of 2 stages.
 constexpr int SHARING_K = 512;
 static __global__ void __launch_bounds__(160)
-matmul_multicast(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float *c, int n) {
+    matmul_multicast(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float *c, int n) {
     constexpr int STAGES = 2, HALF = 32 * 128, STAGE = 3 * HALF;
     DYN_SHARED(unsigned char, shared);
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + STAGES * STAGE), *empty = full + STAGES;
@@ -403,22 +452,18 @@ static void try_matmul(int n) {
     const unsigned tiles = n / 64;
     const std::vector<float> wrong(n * n, NAN);
     auto forget = [&] { cudaMemcpy(c, wrong.data(), n * n * sizeof(float), cudaMemcpyHostToDevice); };
-    try_kernel("matmul_16", c, expected, 1e-4, [=] {
-        return LAUNCH(matmul<16>, dim3(n / 16, n / 16), dim3(16, 16), 0, nullptr, x, y, c, n);
-    });
+    try_kernel("matmul_16", c, expected, 1e-4,
+               [=] { return LAUNCH(matmul<16>, dim3(n / 16, n / 16), dim3(16, 16), 0, nullptr, x, y, c, n); });
     forget();
-    try_kernel("matmul_32", c, expected, 1e-4, [=] {
-        return LAUNCH(matmul<32>, dim3(n / 32, n / 32), dim3(32, 32), 0, nullptr, x, y, c, n);
-    });
+    try_kernel("matmul_32", c, expected, 1e-4,
+               [=] { return LAUNCH(matmul<32>, dim3(n / 32, n / 32), dim3(32, 32), 0, nullptr, x, y, c, n); });
     forget();
-    try_kernel("matmul_registers", c, expected, 1e-4, [=] {
-        return LAUNCH(matmul_registers, dim3(tiles, tiles), 256, 0, nullptr, x, y, c, n);
-    });
+    try_kernel("matmul_registers", c, expected, 1e-4,
+               [=] { return LAUNCH(matmul_registers, dim3(tiles, tiles), 256, 0, nullptr, x, y, c, n); });
     forget();
     const size_t stages = (2 * 64 * 20 + 2 * 16 * 72) * sizeof(float);
-    try_kernel("matmul_tf32", c, expected, 2e-2, [=] {
-        return LAUNCH(matmul_tf32, dim3(tiles, tiles), 128, stages, nullptr, x, y, c, n);
-    });
+    try_kernel("matmul_tf32", c, expected, 2e-2,
+               [=] { return LAUNCH(matmul_tf32, dim3(tiles, tiles), 128, stages, nullptr, x, y, c, n); });
     forget();
     CUtensorMap a_map, b_map;
     const uint64_t size = n;
@@ -427,8 +472,32 @@ static void try_matmul(int n) {
     make_tensor_map_2d(&b_map, y16, 2, size, size, 2 * size, 64, 64, true);
     const int ring = 3 * 2 * 64 * 128 + 64;
     cudaFuncSetAttribute(matmul_wgmma, cudaFuncAttributeMaxDynamicSharedMemorySize, ring);
-    try_kernel("matmul_wgmma", c, transposed, 1e-4, [&] {
-        return LAUNCH(matmul_wgmma, dim3(tiles, tiles), 160, ring, nullptr, a_map, b_map, c, n);
+    try_kernel("matmul_wgmma", c, transposed, 1e-4,
+               [&] { return LAUNCH(matmul_wgmma, dim3(tiles, tiles), 160, ring, nullptr, a_map, b_map, c, n); });
+}
+
+static void try_fp8() {
+    std::vector<float> a = uniform(64 * NARROW_K, 3), b = uniform(64 * NARROW_K, 4);
+    for (float &x : a) x = floorf(16.0f * x) / 8.0f;                    // exact in E4M3
+    for (float &x : b) x = floorf(4.0f * x) / 2.0f;                     // exact in E5M2
+    const std::vector<float> scales_a = uniform(64 * SLICES, 5), scales_b = uniform(SLICES, 6);
+    std::vector<double> expected(64 * 64);
+    for (int i = 0; i < 64; i++)
+        for (int j = 0; j < 64; j++)
+            for (int k = 0; k < NARROW_K; k++)
+                expected[i * 64 + j] += static_cast<double>(a[i * NARROW_K + k]) * b[j * NARROW_K + k] *
+                    scales_a[i * SLICES + k / 128] * scales_b[k / 128];
+    auto *a8 = on_device<unsigned short>(32 * NARROW_K), *b8 = on_device<unsigned short>(32 * NARROW_K);
+    const float *wide_a = to_device(a), *wide_b = to_device(b), *of_a = to_device(scales_a), *of_b = to_device(scales_b);
+    float *c = on_device<float>(64 * 64);
+    CUtensorMap a_map, b_map;
+    make_tensor_map_2d(&a_map, a8, 1, NARROW_K, 64, NARROW_K, 128, 64, true);
+    make_tensor_map_2d(&b_map, b8, 1, NARROW_K, 64, NARROW_K, 128, 64, true);
+    const int ring = 2 * 2 * 64 * 128 + 64;
+    cudaFuncSetAttribute(matmul_fp8, cudaFuncAttributeMaxDynamicSharedMemorySize, ring);
+    try_kernel("matmul_fp8", c, expected, 1e-4, [&] {
+        const cudaError_t error = LAUNCH(narrow, 64, NARROW_K / 2, 0, nullptr, a8, b8, wide_a, wide_b);
+        return error ? error : LAUNCH(matmul_fp8, 1, 160, ring, nullptr, a_map, b_map, of_a, of_b, c);
     });
 }
 
@@ -445,9 +514,8 @@ static void try_multicast() {
     make_tensor_map_2d(&a_map, to_device(a), 2, k, rows, 2 * k, 64, 32, true);
     make_tensor_map_2d(&b_map, to_device(b), 2, k, n, 2 * k, 64, 32, true);
     const int ring = 2 * 3 * 32 * 128 + 64;
-    try_kernel("matmul_multicast", c, expected, 1e-4, [&] {
-        return LAUNCH_CLUSTER(2, matmul_multicast, n / 32, 160, ring, nullptr, a_map, b_map, c, n);
-    });
+    try_kernel("matmul_multicast", c, expected, 1e-4,
+               [&] { return LAUNCH_CLUSTER(2, matmul_multicast, n / 32, 160, ring, nullptr, a_map, b_map, c, n); });
 }
 
 static void try_pieces() {
@@ -476,12 +544,10 @@ static void try_softmax() {
     }
     const float *device = to_device(x);
     float *y = on_device<float>(x.size()), *z = on_device<float>(x.size());
-    try_kernel("softmax_warp", y, expected, 1e-6, [=] {
-        return LAUNCH(softmax_warp, rows / 4, 128, 0, nullptr, device, y, rows, columns);
-    });
-    try_kernel("softmax_block", z, expected, 1e-6, [=] {
-        return LAUNCH(softmax_block, rows, 128, 0, nullptr, device, z, columns);
-    });
+    try_kernel("softmax_warp", y, expected, 1e-6,
+               [=] { return LAUNCH(softmax_warp, rows / 4, 128, 0, nullptr, device, y, rows, columns); });
+    try_kernel("softmax_block", z, expected, 1e-6,
+               [=] { return LAUNCH(softmax_block, rows, 128, 0, nullptr, device, z, columns); });
 }
 
 static void try_recurrence() {
@@ -630,6 +696,7 @@ int main(int argc, char **argv) {
     try_sum();
     try_voting();
     try_matmul(n);
+    try_fp8();
     try_multicast();
     try_pieces();
     try_softmax();

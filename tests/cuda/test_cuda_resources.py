@@ -78,6 +78,7 @@ GROUP = '''\
 
 @pytest.mark.parametrize('before, after, problem', [
     ('', '', None),
+    ('HGMMA.64x64x16.F32.BF16', 'QGMMA.64x64x32.F32.E4M3.E4M3', None),
     ('!UPT ;', '!UPT, gsb0 ;\n WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n WARPGROUP.ARRIVE ;',
      'fill: a group of one wgmma instruction: it is serialised'),
     ('!UPT ;', '!UPT ;\n WARPGROUP.DEPBAR.LE gsb0, 0x0 ;',

@@ -51,7 +51,7 @@ def run(program, *arguments, **environment):
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_good_kernels_are_right_and_raise_no_alarm(programs, variant):
     status, out = run(programs / variant / 'good', 'all', '64')
-    assert status == 0 and out.count(' ok ') == len(out.splitlines()) == 18, out
+    assert status == 0 and out.count(' ok ') == len(out.splitlines()) == 19, out
 
 
 @pytest.mark.parametrize('environment', [
@@ -59,7 +59,7 @@ def test_good_kernels_are_right_and_raise_no_alarm(programs, variant):
     {'EMU_WORKERS': '2'}, {'EMU_GUARD': '1'}], ids=lambda e: '_'.join([*e.keys(), *e.values()]))
 def test_good_kernels_are_right_in_any_order(programs, environment):
     status, out = run(programs / 'plain' / 'good', 'all', '64', **environment)
-    assert status == 0 and out.count(' ok ') == 18, out
+    assert status == 0 and out.count(' ok ') == 19, out
 
 
 # ---- bugs ---------------------------------------------------------------------------------------------------------
@@ -123,6 +123,9 @@ BUGS = {
     'product<Product::no_fence>': in_all('wgmma without wg_fence'),
     'product<Product::half_a_warpgroup>': in_all('wgmma requires a whole warpgroup'),
     'product<Product::read_too_early>': in_all(r'cudaSuccess, 1 NaN, 0 wrong'),
+    'promotion<Promotion::added_too_early>': in_all(NAN),
+    'promotion<Promotion::not_begun_anew>': in_all(WRONG),
+    'promotion<Promotion::other_format>': in_all(WRONG),
     'store<Store::not_waited_for>': in_all('exits before its bulk stores have read shared memory'),
     'store<Store::overwritten>': in_all(WRONG),
     'store<Store::not_fenced>': in_all('what thread 0 wrote, without fence_proxy_async'),
@@ -220,7 +223,7 @@ def test_every_wrapper_gives_what_its_formula_says(emulated, kind):
     for name, (_, count, _) in emulated.cases.items():
         x = conformance.inputs(name, count, kind)
         gap = conformance.difference(emulated.run(name, x), conformance.expected(name, x))
-        assert gap <= conformance.allowed(name, kind), name
+        assert gap <= conformance.allowed(name, kind, emulated=True), name
 
 
 def code(path):
