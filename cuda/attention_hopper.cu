@@ -339,12 +339,6 @@ static __global__ void __launch_bounds__(THREADS, 1)
     char *const k_ring = q_tile + F::Q_BYTES, *const v_ring = k_ring + F::SLOTS * F::K_BYTES;
     char *const staging = v_ring + F::SLOTS * F::K_BYTES;
     auto &bars = *reinterpret_cast<typename F::Shared *>(staging + STAGING<Element>);
-    const Task p(c, c.Tq, c.causal);
-    if (threadIdx.x == 0 && p.first == 0 && p.head == 0)
-        check_sequence(c.faults, c.lengths, c.q_offsets, c.k_offsets, p.sequence, c.Tq, c.Tk);
-    const int queries = min(p.q.length - p.first, ROWS);
-    if (queries <= 0) return;
-    const int all = p.seen(c, p.first + queries - 1), tiles = (all + KEYS - 1) / KEYS, group = threadIdx.x / GROUP;
     if (threadIdx.x == 0) {
         bars.k.init();
         bars.v.init();
@@ -352,6 +346,13 @@ static __global__ void __launch_bounds__(THREADS, 1)
         mbar_fence_init();
     }
     __syncthreads();
+    wait_for_last_kernel();
+    const Task p(c, c.Tq, c.causal);
+    if (threadIdx.x == 0 && p.first == 0 && p.head == 0)
+        check_sequence(c.faults, c.lengths, c.q_offsets, c.k_offsets, p.sequence, c.Tq, c.Tk);
+    const int queries = min(p.q.length - p.first, ROWS);
+    if (queries <= 0) return;
+    const int all = p.seen(c, p.first + queries - 1), tiles = (all + KEYS - 1) / KEYS, group = threadIdx.x / GROUP;
 
     if (group == CONSUMERS) {
         reg_dealloc<F::COPY_REGISTERS>();
@@ -469,6 +470,7 @@ static __host__ __device__ __forceinline__ int64_t query_tiles(const HopperAtten
 template <class T, int C>
 static __global__ void __launch_bounds__(256)
     query_numbers(HopperAttention c, float *numbers, const T *dy, const T *y, const float *stats) {
+    wait_for_last_kernel();
     constexpr int LANES = C / 4, TOGETHER = 256 / LANES;
     const int64_t tiles = query_tiles(c), padded = tiles * QUERIES, n = blockIdx.x * int64_t(TOGETHER) + threadIdx.x / LANES;
     const unsigned pair = static_cast<unsigned>(n / padded), sequence = pair / static_cast<unsigned>(c.heads);
@@ -524,17 +526,18 @@ static __global__ void __launch_bounds__(THREADS, 1)
     char *const v_tile = k_tile + K::K_BYTES, *const ring = v_tile + K::K_BYTES;
     char *const ring_numbers = ring + K::SLOTS * K::SLOT, *const staging = ring_numbers + K::SLOTS * K::NUMBER_BYTES;
     auto &bars = *reinterpret_cast<typename K::Shared *>(staging + STAGING<Element>);
-    const Task p(c, c.Tk, false);
-    if (p.first >= p.k.length) return;
-    // Queries from the first tile with one that sees the first key.
-    const int begin = p.first >= p.keys ? p.q.length : c.causal ? max(p.first - p.shift, 0) / QUERIES * QUERIES : 0;
-    const int group = threadIdx.x / GROUP;
     if (threadIdx.x == 0) {
         bars.ring.init();
         mbar_init(&bars.keys, 4);
         mbar_fence_init();
     }
     __syncthreads();
+    wait_for_last_kernel();
+    const Task p(c, c.Tk, false);
+    if (p.first >= p.k.length) return;
+    // Queries from the first tile with one that sees the first key.
+    const int begin = p.first >= p.keys ? p.q.length : c.causal ? max(p.first - p.shift, 0) / QUERIES * QUERIES : 0;
+    const int group = threadIdx.x / GROUP;
 
     if (group == CONSUMERS) {
         reg_dealloc<K::COPY_REGISTERS>();
@@ -664,16 +667,17 @@ static __global__ void __launch_bounds__(THREADS, 1)
     char *const dy_tile = q_tile + Q::Q_BYTES, *const ring = dy_tile + Q::Q_BYTES;
     char *const staging = ring + Q::SLOTS * Q::SLOT;
     auto &bars = *reinterpret_cast<typename Q::Shared *>(staging + STAGING<Element>);
-    const Task p(c, c.Tq, c.causal);
-    const int queries = min(p.q.length - p.first, ROWS);
-    if (queries <= 0) return;
-    const int all = p.seen(c, p.first + queries - 1), group = threadIdx.x / GROUP;
     if (threadIdx.x == 0) {
         bars.ring.init();
         mbar_init(&bars.queries, 4);
         mbar_fence_init();
     }
     __syncthreads();
+    wait_for_last_kernel();
+    const Task p(c, c.Tq, c.causal);
+    const int queries = min(p.q.length - p.first, ROWS);
+    if (queries <= 0) return;
+    const int all = p.seen(c, p.first + queries - 1), group = threadIdx.x / GROUP;
 
     if (group == CONSUMERS) {
         reg_dealloc<Q::COPY_REGISTERS>();
@@ -770,7 +774,7 @@ template <class Element, int C> static cudaError_t run_forward(const Part &c, vo
     constexpr int BYTES = Forward<Element, C>::BYTES;
     const cudaError_t error = allow_shared<forward<Element, C>>(BYTES);
     if (error != cudaSuccess) return error;
-    return LAUNCH((forward<Element, C>), blocks(c, c.Tq), THREADS, BYTES, stream, c, y, stats, x.q, x.k, x.v);
+    return LAUNCH_DEPENDENT((forward<Element, C>), blocks(c, c.Tq), THREADS, BYTES, stream, c, y, stats, x.q, x.k, x.v);
 }
 template <class Element, int C> static cudaError_t
 run_backward(const Part &c, void *dq, void *dk, void *dv, const Inputs<Element> &x, const float *numbers, cudaStream_t stream) {
@@ -778,17 +782,17 @@ run_backward(const Part &c, void *dq, void *dk, void *dv, const Inputs<Element> 
     Launches launches;
     launches << allow_shared<backward_keys<Element, C>>(KEY_BYTES) << allow_shared<backward_queries<Element, C>>(QUERY_BYTES);
     if (launches.error != cudaSuccess) return launches.error;
-    launches << LAUNCH((backward_keys<Element, C>), blocks(c, c.Tk), THREADS, KEY_BYTES, stream, c, dk, dv, x.q, x.k, x.v, x.dy,
-                       numbers)
-             << LAUNCH((backward_queries<Element, C>), blocks(c, c.Tq), THREADS, QUERY_BYTES, stream, c, dq, x.q, x.k, x.v,
-                       x.dy, numbers);
+    launches << LAUNCH_DEPENDENT((backward_keys<Element, C>), blocks(c, c.Tk), THREADS, KEY_BYTES, stream, c, dk, dv, x.q, x.k,
+                                 x.v, x.dy, numbers)
+             << LAUNCH_DEPENDENT((backward_queries<Element, C>), blocks(c, c.Tq), THREADS, QUERY_BYTES, stream, c, dq, x.q, x.k,
+                                 x.v, x.dy, numbers);
     return launches.error;
 }
 template <class T, int C> static cudaError_t run_numbers(const HopperAttention &c, float *numbers, const T *dy, const T *y,
                                                          const float *stats, cudaStream_t stream) {
     const int64_t rows = c.B * c.heads * query_tiles(c) * QUERIES;
-    return LAUNCH((query_numbers<T, C>), static_cast<unsigned>(blocks_for<int64_t>(rows, 256 / (C / 4))), 256, 0, stream, c,
-                  numbers, dy, y, stats);
+    return LAUNCH_DEPENDENT((query_numbers<T, C>), static_cast<unsigned>(blocks_for<int64_t>(rows, 256 / (C / 4))), 256, 0,
+                            stream, c, numbers, dy, y, stats);
 }
 // Call f(std::integral_constant<int, C>()) for the head size.
 template <class F> static cudaError_t for_head_size(int64_t C, F f) {
