@@ -171,7 +171,8 @@ def _read_hub(folder):
     at = folder / 'config.json'
     config = _json(at)
     if config.get('model_type') != 'marian':
-        raise UserError(f"{at}: model_type {_shown(config.get('model_type'))}: expected 'marian'; give the folder of a Marian model")
+        raise UserError(f"{at}: model_type {_shown(config.get('model_type'))}: expected 'marian'; give the folder of a Marian "
+                        'model')
     _check(at, config, OF_HUB)
     sizes = dict(d_model=_of(at, config, 'd_model'), layers=_of(at, config, 'encoder_layers'),
                  decoder_layers=_of(at, config, 'decoder_layers'), d_ff=_of(at, config, 'encoder_ffn_dim'),
@@ -287,7 +288,8 @@ def _of(path, config, name, below=None):
     least = 1 if below is None else 0
     if not isinstance(value, int) or value < least or below is not None and value >= below:
         upper = '' if below is None else f' and below {below}, the size of the vocabulary'
-        raise UserError(f'{path}: {name} {_shown(value)}: expected a whole number of at least {least}{upper}; get the file again')
+        raise UserError(f'{path}: {name} {_shown(value)}: expected a whole number of at least {least}{upper}; get the file '
+                        'again')
     return value
 
 
