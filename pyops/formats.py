@@ -567,6 +567,8 @@ def _prepared(x: Any, axis: int) -> tuple[Any, tuple[int, int, int], int]:
         x = x.detach().cpu().float().numpy()
     x = backend.as_kernel_array(x)
     if not isinstance(x, backend.Array):
+        if np.iscomplexobj(x):
+            raise TypeError('x: expected real numbers, got complex ones; round x.real and x.imag')
         x = np.ascontiguousarray(x, np.float32).reshape(np.shape(x))       # keeps shape () of a number
     elif x.dtype != np.float32:
         raise TypeError(f'x: expected float32, got {x.dtype}')

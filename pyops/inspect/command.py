@@ -58,8 +58,8 @@ def _add_compare(parser):
     parser.add_argument('--axis', type=_axis, metavar='N|tokens',
                         help='axis of the blocks; tokens: all axes but the last, as one (default: as in the run)')
     parser.add_argument('--sort', default='sqnr',
-                        choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'overflow', 'block'),
-                        help='measure to sort by, after overflow; block: SQNR of the worst block (default %(default)s)')
+                        choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'overflow', 'poisoned', 'block'),
+                        help='measure to sort by, after lost numbers; block: SQNR of the worst block (default %(default)s)')
     add_output_flags(parser)
     parser.add_argument('--per-block', type=output_file, metavar='FILE', help='also write a CSV file with one line per block')
     parser.add_argument('--save-codes', type=_path, metavar='DIR',

@@ -24,7 +24,19 @@ from pyops.inspect.known import Known
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
 from pyops.inspect.pieces import measure_in_pieces
 from pyops.inspect.statistics import BLOCK, block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
-from pyops.inspect.tables import Column, cannot_write, cut, cut_name, finite, name_of, number, print_skipped, worst_first, write
+from pyops.inspect.tables import (
+    Column,
+    cannot_write,
+    cut,
+    cut_name,
+    finite,
+    has_runs,
+    name_of,
+    number,
+    print_skipped,
+    worst_first,
+    write,
+)
 from pyops.inspect.writer import size_text
 from pyops.training import watch
 
@@ -42,10 +54,12 @@ SORTS = {'sqnr': Column('SQNR dB', 'sqnr_db', False, '.2f'),
          'underflow': Column('under %', 'underflow_pct', True, '.2f'),
          'saturation': Column('satur %', 'saturation_pct', True, '.2f'),
          'overflow': Column('overflow', 'overflow', True, 'd'),
+         'poisoned': Column('poisoned', 'poisoned', True, 'd'),
          'block': Column('block dB', 'worst_block_db', False, '.2f')}
 
 _CODES = Column('code std', 'code_std', True, '.3f'), Column('scale std', 'scale_std', True, '.3f')     # with --save-codes
 _DROPPED = 'block', 'cosine', 'error'           # columns to omit on a narrow terminal, in this order
+_RARE = 'overflow', 'poisoned'                  # columns that are there only if there is any
 _LINE, _MUCH = 250, 50_000_000             # bytes of a line of --per-block, and above which its size is announced
 _ROOM = 30                                      # characters for a tensor's name before columns are omitted
 _BLOCK_COLUMNS = 'sqnr_db', 'cosine', 'max_abs_error', 'underflow_pct', 'saturation_pct'
@@ -69,6 +83,7 @@ class Total(NamedTuple):
     backward_db: float
     median_db: float
     worst: Row | None
+    poisoned: int = 0       # finite numbers in blocks with NaN or an infinity, which the SQNR excludes
 
 
 def parse_formats(text: str) -> list[Format]:
@@ -146,12 +161,13 @@ def totals(rows: Sequence[Row]) -> list[Total]:
                     key=lambda row: row.statistics['sqnr_db'], default=None)
         forward, backward = (_sqnr([row for row in of if row.entry.operation == operation])
                              for operation in ('forward', 'backward'))
-        result.append(Total(fmt, len(of), _sqnr(of), forward, backward, median(single) if single else math.nan, worst))
-    return sorted(result, key=lambda total: (math.isnan(total.sqnr_db), total.sqnr_db))
+        result.append(Total(fmt, len(of), _sqnr(of), forward, backward, median(single) if single else math.nan, worst,
+                            sum(row.statistics['poisoned'] for row in of)))
+    return sorted(result, key=lambda total: (-total.poisoned, math.isnan(total.sqnr_db), total.sqnr_db))
 
 
 def ranked(rows: Iterable[Row], sort: str = 'sqnr') -> list[Row]:
-    """Return the rows sorted by a key of SORTS, worst first: rows with overflow first, rows without that value last."""
+    """Return the rows sorted by a key of SORTS, worst first: rows that lost numbers first, rows without that value last."""
     return worst_first(rows, SORTS[sort])
 
 
@@ -272,24 +288,27 @@ def _table(options, rows, shown, width):
     yield f'{tensors} of {printable(options.logs)}, {of}; worst first by {SORTS[options.sort].title}'
     yield ''
     wide, digits = max(6, *(len(str(row.format)) for row in rows)), max(4, len(str(steps[-1])))
-    columns = _columns(options.sort, wide + digits, width, any(row.statistics['overflow'] for row in rows),
-                       rows[0].statistics)
+    with_run, rare = has_runs(entries), [name for name in _RARE if any(row.statistics[name] for row in rows)]
+    columns = _columns(options.sort, wide + digits, width, rare, rows[0].statistics)
     start = '  '.join(f'{column.title:>{column.width}}' for column in columns)
     yield cut(f'{start}  {"format":<{wide}}  {"step":>{digits}}  tensor', width)
     for row in shown:
         start = '  '.join(column.cell(row.statistics) for column in columns)
-        yield cut_name(f'{start}  {str(row.format):<{wide}}  {row.entry.step:>{digits}}  ', name_of(row.entry), width)
+        start = f'{start}  {str(row.format):<{wide}}  {row.entry.step:>{digits}}  '
+        yield cut_name(start, name_of(row.entry, with_run=with_run), width)
     if len(shown) < len(rows):
         yield f'... and {len(rows) - len(shown)} more (--top {len(rows)} shows all)'
     yield ''
-    titles = ('SQNR dB', ' forward', 'backward', ' median', '  worst')
+    titles = ('SQNR dB', ' forward', 'backward', ' median', '  worst', *(['poisoned'] if 'poisoned' in rare else []))
     yield cut(f'{"format":<{wide}}  {"  ".join(titles)}  worst tensor', width)
     for total in totals(rows):
         worst, name = math.nan, '-'
         if total.worst:
-            worst, name = total.worst.statistics['sqnr_db'], f'{name_of(total.worst.entry)}, step {total.worst.entry.step}'
-        values = total.sqnr_db, total.forward_db, total.backward_db, total.median_db, worst
-        figures = '  '.join(f'{number(value):>{len(title)}}' for value, title in zip(values, titles, strict=True))
+            worst, entry = total.worst.statistics['sqnr_db'], total.worst.entry
+            name = f'{name_of(entry, with_run=with_run)}, step {entry.step}'
+        values = [number(value) for value in (total.sqnr_db, total.forward_db, total.backward_db, total.median_db, worst)]
+        values += [str(total.poisoned)] if 'poisoned' in rare else []
+        figures = '  '.join(f'{value:>{len(title)}}' for value, title in zip(values, titles, strict=True))
         yield cut_name(f'{str(total.format):<{wide}}  {figures}  ', name, width)
     if options.save_codes:
         for title, key in ('codes, % by octave', 'codes'), ('scales, % of blocks by octave', 'scale_octaves'):
@@ -300,9 +319,9 @@ def _table(options, rows, shown, width):
                 yield cut(f'{str(fmt):<{wide}}  {codes_of.shares(fmt, histograms, key == "codes") or "-"}', width)
 
 
-def _columns(sort, others, width, has_overflow, statistics):
-    """Return the columns that fit beside the name, and always the column of --sort.  Overflow has one only if there is any."""
-    columns = [column for name, column in SORTS.items() if name != 'overflow' or name == sort or has_overflow]
+def _columns(sort, others, width, rare, statistics):
+    """Return the columns that fit beside the name, and always the column of --sort.  rare: which of _RARE have one, too."""
+    columns = [column for name, column in SORTS.items() if name not in _RARE or name == sort or name in rare]
     columns += [column for column in _CODES if column.key in statistics]
     for name in _DROPPED:
         if width is None or sum(column.width + 2 for column in columns) + others + 4 + _ROOM <= width:
@@ -326,7 +345,7 @@ def _document(options, fmts, rows, all_totals, skipped):
                      **{key: finite(value) for key, value in row.statistics.items()}, **row.histograms} for row in rows],
         'totals': [{'format': str(total.format), 'tensors': total.tensors, 'sqnr_db': finite(total.sqnr_db),
                     'forward_db': finite(total.forward_db), 'backward_db': finite(total.backward_db),
-                    'median_db': finite(total.median_db),
+                    'median_db': finite(total.median_db), 'poisoned': total.poisoned,
                     'worst_db': finite(total.worst.statistics['sqnr_db']) if total.worst else None,
                     'worst_file': total.worst.entry.relative_path if total.worst else None} for total in all_totals],
         'skipped': [{'file': file, 'reason': reason} for file, reason in skipped]}

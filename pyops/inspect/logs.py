@@ -364,6 +364,8 @@ class _Folder:
 
     def _add(self, file: str, status: os.stat_result, new: list[Entry]) -> None:
         """Append the entries of one file to `new`."""
+        if file.endswith('.safetensors.index.json'):        # names the files of a checkpoint: readers.py opens it
+            return
         if not stat.S_ISREG(status.st_mode) or os.path.splitext(file)[1] not in SUFFIXES:
             raise Refused(f'not a tensor file; expected {", ".join(SUFFIXES)}')
         line = self.missing.pop(file, None)

@@ -137,7 +137,7 @@ def tensor_line(line: dict[str, Any]) -> dict[str, Any]:
     time, axis, layer_type = line.get('time'), line.get('axis', -1), _text(line, 'layer_type')
     if time is not None and not is_count(time):
         raise Refused(f'time is {printable(time)}; expected null or a non-negative integer')
-    if axis != 'tokens' and not (isinstance(axis, int) and -len(shape) <= axis < max(len(shape), 1)):
+    if axis != 'tokens' and not (isinstance(axis, int) and -max(len(shape), 1) <= axis < max(len(shape), 1)):
         raise Refused(f'axis is {printable(axis)}, but the tensor has {len(shape)} axes')
     if line.get('operation') not in ('forward', 'backward'):
         raise Refused(f'operation is {printable(line.get("operation"))}; expected forward or backward')

@@ -600,7 +600,7 @@ function drawLayers(found) {
     };
     titles.push({
       text: escaped(brief(label, Math.floor(90 / labels.length))), x: (domain[0] + domain[1]) / 2, y: 1.01, xref: 'paper',
-      yref: 'paper', xanchor: 'center', yanchor: 'bottom', showarrow: false, font: {size: 12, color: runLine(label).color},
+      yref: 'paper', xanchor: 'center', yanchor: 'bottom', showarrow: false, font: {size: 12, color: colour('text')},
     });
   });
   plot('layers', traces, {

@@ -23,7 +23,7 @@ from pyops.inspect.choice import select
 from pyops.inspect.compare import TOP, parse_formats
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
 from pyops.inspect.statistics import decibels
-from pyops.inspect.tables import Column, cut, cut_name, finite, name_of, number, print_skipped, worst_first, write
+from pyops.inspect.tables import Column, cut, cut_name, finite, has_runs, name_of, number, print_skipped, worst_first, write
 from pyops.training import watch
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ def _table(options, fmts, rows, shown, width):
     """Yield the lines of the ranked table and of a table of totals for each product."""
     steps = sorted({row.pair.entry.step for row in rows})
     of = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps from {steps[0]} to {steps[-1]}'
-    count = len({row.pair for row in rows})
+    count, with_run = len({row.pair for row in rows}), has_runs(row.pair.entry for row in rows)
     yield f'{count} product{"s" * (count != 1)} of {printable(options.logs)}, {of}; worst first by {SORTS[options.sort].title}'
     yield ''
     has_overflow = options.sort == 'overflow' or any(row.statistics['overflow'] for row in rows)
@@ -366,7 +366,7 @@ def _table(options, fmts, rows, shown, width):
         entry = row.pair.entry
         entry = replace(entry, time=None) if len(row.pair.left) > 1 else entry
         start = f'{start}  {element:<{last}}  {row.recipe:<{wide}}  {entry.step:>{digits}}  '
-        yield cut_name(start, name_of(entry, row.pair.product), width)
+        yield cut_name(start, name_of(entry, row.pair.product, with_run), width)
     if len(shown) < len(rows):
         yield f'... and {len(rows) - len(shown)} more (--top {len(rows)} shows all)'
     found = {(total.product, total.formats): total for total in totals(rows)}

@@ -30,15 +30,21 @@ class Column(NamedTuple):
 
     def _text(self, statistics: Mapping[str, float]) -> str:
         if math.isnan(statistics[self.key]) and math.isnan(statistics.get('amax', 0.0)):       # no value is known
-            return 'NaN' if statistics['nan'] else 'inf' if statistics['inf'] else '-'
+            is_nan = statistics['nan'] or statistics.get('poisoned')
+            return 'NaN' if is_nan else 'inf' if statistics['inf'] else '-'
         return number(statistics[self.key], self.how)
 
 
 def worst_first(rows: Iterable[Any], column: Column) -> list[Any]:
-    """Return rows sorted by a column of their `statistics`: rows with overflow first, rows without a value last."""
+    """Return rows sorted by a column of their `statistics`: rows first that lost finite numbers, rows without a value last."""
     sign = -1 if column.is_worst_largest else 1
-    return sorted(rows, key=lambda row: (-row.statistics['overflow'], math.isnan(row.statistics[column.key]),
+    return sorted(rows, key=lambda row: (-lost(row.statistics), math.isnan(row.statistics[column.key]),
                                          sign * row.statistics[column.key]))
+
+
+def lost(statistics: Mapping[str, float]) -> float:
+    """Return the number of finite elements that are not finite after rounding: overflow, and blocks with NaN or an infinity."""
+    return statistics['overflow'] + statistics.get('poisoned', 0)
 
 
 def write(path: str | None, text: str) -> None:
@@ -84,11 +90,17 @@ def cut_name(start: str, name: str, width: int | None) -> str:
     return f'{start}{name[:head]}\N{HORIZONTAL ELLIPSIS}{name[head + 1 - room:]}'
 
 
-def name_of(entry: Entry, name: str | None = None) -> str:
-    """Return an entry's subfolder, layer, name (or the name given), time step and place."""
+def name_of(entry: Entry, name: str | None = None, with_run: bool = False) -> str:
+    """Return an entry's subfolder, layer, name (or the name given), time step, run if wanted, and place."""
     time = '' if entry.time is None else f' t {entry.time}'
+    time += f', run {entry.training + 1}' if with_run else ''
     folder, place = os.path.dirname(entry.relative_path), f' ({entry.place})' if entry.place else ''
     return printable(f'{folder + "/" if folder else ""}{entry.layer} {entry.name if name is None else name}{time}{place}')
+
+
+def has_runs(entries: Iterable[Entry]) -> bool:
+    """Return whether the entries are of several runs in one folder, so that name_of() should name the run."""
+    return len({entry.training for entry in entries}) > 1
 
 
 def finite(value: Any) -> Any:

@@ -600,3 +600,8 @@ def test_kernels_refuse_what_they_do_not_know():
         backend.launch('advance_amax', x, x, -1, 4)
     with pytest.raises(ValueError, match=r'history: expected shapes \(16,\) and \(1,\) .* got \(4,\)'):
         fake_quantize(x, 'fp8:delayed', history=(x, x[:1]))
+
+
+def test_complex_numbers_are_refused_with_the_remedy():
+    with pytest.raises(TypeError, match=r'^x: expected real numbers, got complex ones; round x\.real and x\.imag$'):
+        fake_quantize(np.ones(4, complex), 'nvfp4')

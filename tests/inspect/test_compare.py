@@ -98,7 +98,7 @@ def test_choices_of_tensors(dump, run):
     assert len(rows('--top', '7')) == 7 and rows('--top', '7') == rows()[:7]
     for sort, (_, key, largest, _) in compare.SORTS.items():
         values = [row[key] for row in rows('--sort', sort)]
-        assert values == sorted(values, reverse=largest) and len(set(values)) > 3 * (sort != 'overflow'), sort
+        assert values == sorted(values, reverse=largest) and len(set(values)) > 3 * (sort not in ('overflow', 'poisoned')), sort
     by_axis = {axis: {row['file']: row['worst_block_db'] for row in rows('--axis', axis, '--names', 'input')}
                for axis in ('-1', '0', 'tokens')}
     logs = Logs(dump)
@@ -124,6 +124,23 @@ def test_overflow_is_worst_and_has_a_column(tmp_path, run):
     document = json.loads(run(tmp_path, '--formats', 'fp16', '--json')[1])
     assert {row['name']: row['overflow'] for row in document['tensors']} == {'all': 4096, 'some': 2048, 'none': 0}
     assert 'overflow' not in run(tmp_path, '--formats', 'mxfp4,bf16')[1].splitlines()[2]
+
+
+def test_blocks_with_an_infinity_rank_first_and_are_counted(tmp_path, run):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((3, 4, 32)).astype(np.float32)
+    rows[0, :, 5] = rows[1, 0, 5] = np.inf
+    for name, x in zip(('all', 'some', 'none'), rows, strict=True):
+        np.save(tmp_path / f'{name}.npy', x)
+    _, out, _ = run(tmp_path, '--formats', 'mxfp8,bf16')
+    lines = [line.split() for line in out.splitlines()]
+    assert 'poisoned' in lines[2] and [line[-1] for line in lines[3:5]] == ['all', 'some']
+    assert lines[3][0] == 'NaN' and '124' in lines[3] and '31' in lines[4]
+    (mxfp8, bf16), titles = lines[-2:], lines[-3]
+    assert titles[6:8] == ['worst', 'poisoned'] and mxfp8[0] == 'mxfp8' and mxfp8[6] == '155' and bf16[6] == '0'
+    document = json.loads(run(tmp_path, '--formats', 'mxfp8', '--json')[1])
+    assert [row['poisoned'] for row in document['tensors']] == [124, 31, 0] and document['totals'][0]['poisoned'] == 155
+    assert 'poisoned' not in run(tmp_path, '--formats', 'bf16')[1]
 
 
 def test_the_table(dump, run):

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from pyops.__main__ import main
 from pyops.errors import UserError, printable
 from pyops.inspect.logs import LogError, Logs, curves, places
+from pyops.inspect.writer import Writer
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -212,7 +213,7 @@ def test_tensors_of_a_checkpoint_in_several_files_have_the_layers_of_its_names(t
     assert {(entry.layer, entry.name) for entry in logs.entries} == {
         ('model.layers.0.q_proj', 'weight'), ('model.layers.0.q_proj', 'bias'), ('model.norm', 'weight'),
         ('model-00002-of-00002', 'scale')}
-    assert [file for file, _ in logs.skipped] == ['model.safetensors.index.json']
+    assert not logs.skipped             # the index belongs to them
     assert all(np.array_equal(entry.load(), X + int(entry.file[6:11])) for entry in logs.entries)
 
 
@@ -262,7 +263,14 @@ def test_a_dump_of_megatron_keeps_rank_sample_phase_component_and_group(tmp_path
     assert set(places(some)) == {'pre FA', 'post FA', 'pre linear', 'post linear'}
 
 
-def test_several_trainings_in_one_folder_are_separate_and_a_resumed_run_continues_its_own(tmp_path):
+def test_an_array_without_axes_is_written_and_read(tmp_path):
+    with Writer(tmp_path) as writer:
+        writer.tensor(np.float32(3), layer='a', layer_type='linear', index=0, operation='forward', name='input', step=0)
+    entry, = Logs(tmp_path).entries
+    assert entry.shape == () and entry.load() == 3
+
+
+def test_several_trainings_in_one_folder_are_separate_and_a_resumed_run_continues_its_own(tmp_path, capsys):
     line = {'kind': 'tensor', 'counter': 1, 'layer': 'a', 'layer_type': 'linear', 'index': 0, 'operation': 'forward',
             'name': 'input', 'format': 'fp32', 'shape': [3, 4]}
     lines = []
@@ -278,6 +286,12 @@ def test_several_trainings_in_one_folder_are_separate_and_a_resumed_run_continue
         'run 1': [0, 1, 2, 3, 4, 5], 'run 2': [0, 1, 2, 3]}
     assert {(entry.run, entry.training) for entry in logs.entries} == {(0, 0), (1, 0), (2, 1)}
     assert dict(zip([entry.training for entry in logs.entries], places(logs.entries), strict=True)) == {0: 'run 1', 1: 'run 2'}
+    with pytest.raises(SystemExit, match='^0$'):
+        main(['inspect', 'compare', str(tmp_path), '--formats', 'mxfp4'])
+    table, total = capsys.readouterr().out.split('\n\n')[1:]
+    names = sorted(line.split('  ')[-1] for line in table.splitlines()[1:])
+    assert names == 6 * ['a input, run 1'] + 4 * ['a input, run 2']
+    assert 'a input, run 1, step ' in total
 
 
 def test_floating_point_and_integer_dtypes_are_widened_and_others_refused(tmp_path):
