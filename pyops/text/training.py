@@ -1,5 +1,7 @@
 """Parts of a training run that the translation programs share: the data divided, resuming, the validation loss."""
+import contextlib
 import os
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,9 @@ from pyops.text.translation import EMBEDDED, check_vocabularies, is_fra_eng, ope
 from pyops.text.vocabulary import BOS, SPECIALS
 
 MAX_NORM = 1.0          # gradients longer than this are clipped
+# Without --keep-best bleu the BLEU of an epoch is of the first validation sentences: one for so many pairs to train on, at most
+# and at least so many.  They take about 1 % of the time of an epoch.
+PAIRS_PER_SENTENCE, MOST_SENTENCES, FEWEST_SENTENCES = 100, 500, 250
 METRICS = {'bleu': 'bleu', 'loss': 'validation', None: None}    # of --keep-best: its name in metrics.jsonl
 
 
@@ -415,24 +420,28 @@ class CutPairs(Cut):
 class Validation:
     """Computes the validation metrics of an epoch.   data: the Data of the run;  args: its flags
 
-    translator: the Translator of the model, for BLEU, which --keep-best bleu asks for
+    translator: the Translator of the model, for BLEU: with --keep-best bleu of all validation sentences, else of a sample of a
+    large corpus, if sacrebleu is installed
     """
 
     def __init__(self, model, data, args, translator):
         self._model, self._pairs, self._batch_size = model, data.validation, args.batch_size or 128
         self.metric = METRICS[args.keep_best]
-        self._translator = None
+        self._translator, self._sources, self._references = translator, [], []
         if args.keep_best == 'bleu':
-            self._translator = translator
             self._sources, self._references, _ = data.texts('validation')
+        elif (count := min(len(data.train) // PAIRS_PER_SENTENCE, MOST_SENTENCES)) >= FEWEST_SENTENCES and (
+                len(self._pairs) and not is_packed(args.corpus) and find_spec('sacrebleu')):
+            with contextlib.suppress(UserError):            # no sentence is left
+                self._sources, self._references = (side[:count] for side in data.texts('validation')[:2])
 
     def __call__(self):
         """Return {'validation': mean loss per token, 'bleu': BLEU of greedy translations against one reference}; {} if there is
-        nothing to validate with, and no BLEU unless the flags ask for it."""
+        nothing to validate with, and no BLEU without sentences to translate."""
         if not len(self._pairs):
             return {}
         values = {'validation': validation_loss(self._model, self._pairs, self._batch_size)}
-        if self._translator:
+        if self._sources:
             values['bleu'] = distributed.on_first(self._bleu)
         return values
 

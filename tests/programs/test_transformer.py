@@ -2,6 +2,7 @@
 import collections
 import json
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from pyops.steps import SizedSteps
 from pyops.text import embedded, serving, training
 from pyops.text.detokenize import detokenize
 from pyops.text.pairs import Sequences
+from pyops.text.translator import Translator
 from pyops.text.vocabulary import BOS, EOS, PAD
 from transformer import model as module
 from transformer import train, translate
@@ -479,6 +481,26 @@ def test_a_run_that_patience_has_ended_says_so_and_another_metric_starts_anew(tm
             'best.safetensors\n') in capsys.readouterr().out
     assert newest(tmp_path)[1]['run'] | dict(best=0) == newest(tmp_path)[1]['run'] | dict(
         best=0, best_metric='bleu', best_epoch=2, epoch=2)
+
+
+def test_the_bleu_of_an_epoch_is_of_a_sample_of_a_large_corpus_unless_it_selects_the_best(tmp_path, monkeypatch, capsys):
+    pytest.importorskip('sacrebleu', reason='sacrebleu is not installed: pip install sacrebleu')
+    translated, translate = [], Translator.translate
+    monkeypatch.setattr(Translator, 'translate',
+                        lambda self, texts, beam: translated.append(len(texts)) or translate(self, texts, beam))
+
+    def metrics(name, *flags):
+        train.main(['-c', str(tmp_path / name), '-e', '1', '--hold-out', '0.1', *TINY, *flags])
+        return json.loads((tmp_path / name / 'metrics.jsonl').read_text())
+    assert 'bleu' not in metrics('small')                   # 400 pairs to train on
+    monkeypatch.setattr(training, 'FEWEST_SENTENCES', 4)
+    assert metrics('sample')['bleu'] >= 0 and metrics('loss', '--keep-best', 'loss')['bleu'] >= 0
+    assert metrics('all', '--keep-best', 'bleu')['bleu'] >= 0
+    assert translated[:2] == [4, 4] and translated[2] > 20
+    monkeypatch.setitem(sys.modules, 'sacrebleu', None)     # not installed
+    monkeypatch.setattr(training, 'find_spec', lambda name: None)
+    assert 'bleu' not in metrics('without')
+    assert ' bleu : ' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('ema', ['0', '0.5'])
