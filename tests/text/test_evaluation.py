@@ -13,6 +13,7 @@ from pyops.text.corpus import Corpus
 from pyops.text.detokenize import detokenize
 from pyops.text.preprocess import tokenize
 from pyops.text.split import hold_out
+from scripts import translations
 from seq2seq import evaluate as seq2seq_evaluate
 from seq2seq import train as seq2seq_train
 from transformer import evaluate as transformer_evaluate
@@ -201,3 +202,39 @@ def test_a_missing_sacrebleu_is_reported_before_anything_is_translated(monkeypat
 def test_the_programs_are_documented():
     page = (ROOT / 'docs' / 'programs.md').read_text()
     assert all(f'python -m {name}.evaluate' in page for name in SMALL)
+
+
+# ---- the twenty translations of docs/quality.md ----------------------------------------------------------------------
+
+def pairs_of(*lengths, word='a'):
+    """Return (source, references) for sources of these numbers of words, which end with their number in the list."""
+    return [(' '.join([word] * (n - 1) + [str(i)]), ['r']) for i, n in enumerate(lengths)]
+
+
+def test_twenty_translations_are_chosen_by_length_and_order_alone():
+    def lengths(rows):
+        return [len(source.split()) for source, _ in rows]
+    test = pairs_of(2, *(n for n in range(3, 18) for _ in range(3)), 40)
+    rows = translations.chosen(test, pairs_of(5, 21, 30, 21, 31, word='b'))
+    assert lengths(rows) == [3, 3, 4, 4, 5, 5, *range(6, 18), 21, 30] and len(rows) == 20
+    assert [rows[0], rows[1], rows[4]] == [test[1], test[2], test[7]]       # the first ones, of the test part if it has any
+    assert rows[-2][0].startswith('b ') and rows[-2][0].endswith(' 1')
+    many = translations.chosen(pairs_of(*range(3, 31)), [])
+    assert lengths(many)[:2] == [3, 4] and lengths(many)[-1] == 30 and len({source for source, _ in many}) == 20
+    assert lengths(translations.chosen(pairs_of(4, 3, 4), [])) == [3, 4, 4]
+
+
+def test_the_table_of_translations_is_written_to_the_page(trained, tmp_path, capsys):
+    _, folder = trained
+    page = tmp_path / 'page.md'
+    page.write_text('a\n<!-- translations -->\nold\n<!-- /translations -->\nb\n')
+    translations.main([str(folder), '-f', 'embedded'])
+    table = capsys.readouterr().out
+    translations.main([str(folder), '-f', 'embedded', '--save', '--page', str(page)])
+    assert page.read_text() == f'a\n<!-- translations -->\n{table}<!-- /translations -->\nb\n'
+    rows = [line.strip('| ').split(' | ') for line in table.splitlines()[2:]]
+    sources, references, _ = evaluation.test_set(embedded.corpus().first(600), 0.1)
+    assert len(rows) == 4 and all(int(row[0]) == len(row[1].split()) for row in rows)
+    of_test = {' '.join(source.split()): ' '.join(some[0].split()) for source, some in zip(sources, references, strict=True)}
+    assert {row[1]: row[3] for row in rows}.items() <= of_test.items()
+    assert '<!-- translations -->' in translations.PAGE.read_text()
