@@ -16,9 +16,9 @@ PROGRAM = 'seq2seq.train'
 DEFAULTS = flags.DEFAULTS | dict(lr=0.005, dropout=0.2, embedding=256, hidden=256, layers=2, reset_before=False, attention=0,
                                 bidirectional=False)
 # Found by search, docs/quality.md.  A name is the time on two cores with AVX512_BF16.
-RECIPES = {'minutes-60': '--precision bf16 --hold-out 0.02 --tokenizer bpe --vocabulary 8000 --batch-tokens 1024 '
-                         '--smoothing 0.1 --attention 1 --bidirectional --schedule linear --keep-best bleu -e 10 -l 0.002 '
-                         '--warmup 400 --hidden 512 -d 0.2'}
+_SHARED = ('--precision bf16 --hold-out 0.02 --tokenizer bpe --vocabulary 8000 --batch-tokens 1024 --smoothing 0.1 '
+           '--attention 1 --bidirectional --schedule linear --keep-best bleu -l 0.002 --warmup 400 --hidden 512 -d 0.2 ')
+RECIPES = {'minutes-16': _SHARED + '-e 3', 'minutes-30': _SHARED + '-e 5', 'minutes-60': _SHARED + '-e 10'}
 
 
 def parser():

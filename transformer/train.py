@@ -24,7 +24,8 @@ _SHARED = ('--precision bf16 --hold-out 0.02 --tokenizer bpe --vocabulary 8000 -
            '--tied --schedule linear --keep-best bleu ')
 RECIPES = {'minutes-16': _SHARED + '-e 4 -l 0.002 --warmup 400 --layers 3 --d-ff 1024 -d 0.1',
            'minutes-30': _SHARED + '-e 8 -l 0.002 --warmup 400 --layers 3 --d-ff 1024 -d 0.1',
-           'minutes-60': _SHARED + '-e 16 -l 0.002 --warmup 400 --layers 3 --d-ff 1024 -d 0.1'}
+           'minutes-60': _SHARED + '-e 16 -l 0.002 --warmup 400 --layers 3 --d-ff 1024 -d 0.1',
+           'overnight': _SHARED + '-e 32 -l 0.001 --warmup 2000 --layers 4 --d-model 512 --d-ff 1024 --heads 8 -d 0.3'}
 
 
 def parser():
