@@ -4,10 +4,11 @@ import os
 import sys
 
 HINT = 'type a sentence and press Enter; :help lists the commands, quit or Ctrl-D leaves'
-HELP = """\
+COLUMN = 13         # characters of the name of a command and its values in HELP, without the colon
+HELP = f"""\
 Each line is translated when you press Enter, except
-  :help         to print this text; or help
-{commands}  :quit         to leave; or quit, exit, Ctrl-D, Ctrl-C twice on an empty line
+  :{'help':{COLUMN + 1}}print this text; or help
+{{commands}}  :{'quit':{COLUMN + 1}}leave; or quit, exit, Ctrl-D, Ctrl-C twice on an empty line
 To translate a line that begins with a colon, or one of the words above, type a space before it.
 Ctrl-C clears the line, or stops a translation. The up arrow recalls earlier lines, Tab completes commands and words."""
 

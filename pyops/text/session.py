@@ -4,6 +4,7 @@ import functools
 import sys
 import time
 
+from pyops.text import repl
 from pyops.text.flags import LARGEST_BEAM
 from pyops.text.vocabulary import SPECIALS, Vocabulary
 
@@ -19,13 +20,15 @@ class Session:
 
     def __init__(self, translator, args):
         self._translator, self._args, self._shows_time = translator, args, False
-        self.commands = {
-            'beam': (self._beam, f'N       search with N hypotheses, 1 to {LARGEST_BEAM}; 1 is greedy decoding'),
-            'nbest': (self._nbest, 'N      print the N best translations, at most the beam'),
-            'score': (self._score, '        print the score of each translation, or no longer'),
-            'attn': (self._attention, '         print the attention of the output to the source in percent, or no longer'),
-            'time': (self._time, '         print the time that each line takes, or no longer'),
+        commands = {
+            'beam': ('N', self._beam, f'search with N hypotheses, 1 to {LARGEST_BEAM}; 1 is greedy decoding'),
+            'nbest': ('N', self._nbest, 'print the N best translations, at most the beam'),
+            'score': ('on|off', self._score, 'print the score of each translation'),
+            'attn': ('on|off', self._attention, 'print the attention of the output to the source in percent'),
+            'time': ('on|off', self._time, 'print the time that each line takes'),
         }
+        self.commands = {name: (function, f'{values:{repl.COLUMN - len(name)}}{text}')
+                         for name, (values, function, text) in commands.items()}
 
     @functools.cached_property
     def _words(self):
@@ -80,19 +83,26 @@ class Session:
             raise ValueError(f':{name}: expected a whole number from 1 to {most}, got {text}')
         return int(text or now)
 
-    def _score(self, _):
-        self._args.scores = not self._args.scores
+    def _score(self, text):
+        self._args.scores = self._switched(text, 'score', self._args.scores)
         yield f'score : {_state(self._args.scores)}'
 
-    def _attention(self, _):
+    def _attention(self, text):
         if not self._translator.model.attends:
             raise ValueError(':attn: this model has no attention; train seq2seq with --attention 1')
-        self._args.alignments = not self._args.alignments
+        self._args.alignments = self._switched(text, 'attn', self._args.alignments)
         yield f'attn : {_state(self._args.alignments)}'
 
-    def _time(self, _):
-        self._shows_time = not self._shows_time
+    def _time(self, text):
+        self._shows_time = self._switched(text, 'time', self._shows_time)
         yield f'time : {_state(self._shows_time)}'
+
+    @staticmethod
+    def _switched(text, name, is_on):
+        """Return the state that a text sets, or the other one without text.  ValueError with a line for the user."""
+        if text not in ('', 'on', 'off'):
+            raise ValueError(f':{name}: expected on or off, got {text}')
+        return text == 'on' if text else not is_on
 
 
 def _state(is_on):

@@ -282,10 +282,21 @@ def test_commands_change_the_answers(command, folder, tmp_path):
         assert text == greedy[0].text and re.fullmatch(r'\d+\.\d ms', took)
         assert answer('I zzz.')[0] == 'unknown words : zzz'
         assert answer('a b c d e f g h i j')[1].startswith('warning: too long, only the first 9 of 11 tokens, ')
-        helped = ' '.join(answer(':help'))
-        assert all(f':{name} ' in helped for name in ('beam', 'nbest', 'score', 'attn', 'time', 'help', 'quit'))
+        helped = [re.match(r'  :(\w+ (?:N|on\|off)? *)(\S.*)', line) for line in answer(':help') if line.startswith('  :')]
+        assert [line[1].split()[0] for line in helped] == ['help', 'beam', 'nbest', 'score', 'attn', 'time', 'quit']
+        assert len({line.start(2) for line in helped}) == 1, 'the texts begin in one column'
         terminal.write(b'quit\n')
         assert terminal.child.wait(60) == 0
+
+
+@pytest.mark.parametrize('name', ['score', 'attn', 'time'])
+def test_on_and_off_set_a_switch_and_without_them_it_changes(name, folder):
+    command = Session(pyops.load(folder), serving_parser('x').parse_args(['-c', 'x'])).commands[name][0]
+    for text, want in ('off', 'off'), ('on', 'on'), ('on', 'on'), ('', 'off'), ('', 'on'), ('off', 'off'):
+        assert list(command(text)) == [f'{name} : {want}']
+    with pytest.raises(ValueError, match=f'^:{name}: expected on or off, got x$'):
+        list(command('x'))
+    assert list(command('')) == [f'{name} : on']
 
 
 def test_words_of_the_vocabulary_are_completed(folder):
