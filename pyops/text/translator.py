@@ -38,6 +38,9 @@ _SHOWN = 60             # characters of a text in a warning
 _DEVICE = threading.RLock()     # held during device work: the recording of a plan and the device are global to the process
 
 T = TypeVar('T')
+Texts = Sequence[str] | np.ndarray[Any, Any]
+Many = Literal[2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+               32]      # values of nbest: all up to LARGEST_BEAM with which a result is a list
 Decode = Callable[[Sequences], 'list[list[tuple[np.ndarray, float | None]]]']
 
 
@@ -148,31 +151,44 @@ class Translator:
     @overload
     def translate(          # type: ignore[overload-overlap]
             self, texts: str, beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int | None = ...) -> str: ...
+            max_len: int | None = ..., batch_size: int | None = ..., window: int | None = ...) -> str: ...
     @overload
     def translate(          # type: ignore[overload-overlap]
-            self, texts: Sequence[str], beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int | None = ...) -> list[str]: ...
+            self, texts: Texts, beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int | None = ..., window: int | None = ...) -> list[str]: ...
     @overload
     def translate(
             self, texts: Iterable[str], beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int | None = ...) -> Iterator[str]: ...
+            max_len: int | None = ..., batch_size: int | None = ..., window: int | None = ...) -> Iterator[str]: ...
+    @overload
+    def translate(          # type: ignore[overload-overlap]
+            self, texts: str, beam: int = ..., nbest: Many = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int | None = ..., window: int | None = ...) -> list[str]: ...
+    @overload
+    def translate(          # type: ignore[overload-overlap]
+            self, texts: Texts, beam: int = ..., nbest: Many = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int | None = ..., window: int | None = ...) -> list[list[str]]: ...
+    @overload
+    def translate(
+            self, texts: Iterable[str], beam: int = ..., nbest: Many = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int | None = ..., window: int | None = ...) -> Iterator[list[str]]: ...
     @overload
     def translate(
             self, texts: Iterable[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
-            max_len: int | None = ..., batch_size: int | None = ...) -> Any: ...
+            max_len: int | None = ..., batch_size: int | None = ..., window: int | None = ...) -> Any: ...
 
     def translate(self, texts: Iterable[str], beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
-                  max_len: int | None = None, batch_size: int | None = None) -> Any:
+                  max_len: int | None = None, batch_size: int | None = None, window: int | None = None) -> Any:
         """Translate raw text by beam search (docs/beam_search.md).
 
-        texts: a text -> its translation;  a list, or another Sequence -> the list of translations, in the same order;
-               another iterable, such as a generator or a file -> an iterator that reads WINDOW batches ahead
+        texts: a text -> its translation;  a list, another Sequence or an array -> the list of translations, in the same
+               order;  another iterable, such as a generator or a file -> an iterator that reads `window` texts ahead
         nbest: if it is above 1, each result is a list of at most nbest translations, the best first
         beam=1: greedy decoding
         max_len: the largest number of tokens of a translation, end mark included; default and largest: num_steps
         batch_size: texts that are translated together, fewer if they are long; default: BATCH_ROWS hypotheses, so
                     BATCH_ROWS // beam texts, or fewer so that each worker has a batch
+        window: texts that are read before the first of them is translated, and sorted by length; default: WINDOW batches
         A text without words has the translation ''; a longer text than the model reads is cut: see Translation.cut.
         On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
         translations() also returns scores, tokens and alignments.
@@ -181,63 +197,75 @@ class Translator:
         """
         search, size = self.search(beam, nbest, length_penalty, max_len), texts_per_batch(batch_size, beam)
 
-        def window(some: list[str]) -> list[Any]:
+        def results(some: list[str]) -> list[Any]:
             outputs = [[self.target_vocabulary.decode(ids) for ids, _ in found.outputs] or ['']
                        for found in self._find(some, search, size, divide=batch_size is None)]
             return outputs if nbest > 1 else [best for best, *_ in outputs]
-        return _map(window, texts, size)
+        return _map(results, texts, WINDOW * size if window is None else window)
 
     @overload
     def translations(          # type: ignore[overload-overlap]
             self, texts: str, beam: int = ..., nbest: int = ..., length_penalty: float = ...,
             max_len: int | None = ..., batch_size: int | None = ..., alignments: bool = ...,
-            scores: bool = ...) -> list[Translation]: ...
+            scores: bool = ..., window: int | None = ...) -> list[Translation]: ...
     @overload
     def translations(          # type: ignore[overload-overlap]
-            self, texts: Sequence[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
+            self, texts: Texts, beam: int = ..., nbest: int = ..., length_penalty: float = ...,
             max_len: int | None = ..., batch_size: int | None = ..., alignments: bool = ...,
-            scores: bool = ...) -> list[list[Translation]]: ...
+            scores: bool = ..., window: int | None = ...) -> list[list[Translation]]: ...
     @overload
     def translations(
             self, texts: Iterable[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
             max_len: int | None = ..., batch_size: int | None = ..., alignments: bool = ...,
-            scores: bool = ...) -> Iterator[list[Translation]]: ...
+            scores: bool = ..., window: int | None = ...) -> Iterator[list[Translation]]: ...
 
     def translations(self, texts: Iterable[str], beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
                      max_len: int | None = None, batch_size: int | None = None, alignments: bool = False,
-                     scores: bool = True) -> Any:
+                     scores: bool = True, window: int | None = None) -> Any:
         """Like translate(), but the result of each text is a list of at most nbest Translations, the best first.
 
         alignments: whether to compute Translation.alignment;  scores=False: with beam=1 it is faster, and the scores are None
         """
         search, size = self.search(beam, nbest, length_penalty, max_len), texts_per_batch(batch_size, beam)
 
-        def window(some: list[str]) -> list[list[Translation]]:
-            results = self._find(some, search, size, scores, batch_size is None)
-            pairs = [(found.source, ids) for found in results for ids, _ in found.outputs]
+        def results(some: list[str]) -> list[list[Translation]]:
+            every = self._find(some, search, size, scores, batch_size is None)
+            pairs = [(found.source, ids) for found in every for ids, _ in found.outputs]
             weights = self._align(pairs, size) if alignments else iter([None] * len(pairs))
-            return [self._described(found, weights, alignments) for found in results]
-        return _map(window, texts, size)
+            return [self._described(found, weights, alignments) for found in every]
+        return _map(results, texts, WINDOW * size if window is None else window)
 
     @overload
-    def score(self, sources: str, targets: str, batch_size: int = ...) -> float: ...    # type: ignore[overload-overlap]
+    def score(          # type: ignore[overload-overlap]
+            self, sources: str, targets: str, batch_size: int = ..., cut: bool = ...) -> float: ...
     @overload
-    def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = ...) -> list[float]: ...
+    def score(self, sources: Texts, targets: Texts, batch_size: int = ..., cut: bool = ...) -> list[float]: ...
 
-    def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = BATCH_SIZE) -> float | list[float]:
+    def score(self, sources: Texts, targets: Texts, batch_size: int = BATCH_SIZE, cut: bool = False) -> float | list[float]:
         """Return the log probability of each target, given its source: the sum over its tokens, end mark included.
 
-        sources, targets: lists of raw text of equal length, or a text each.  Texts that are too long are cut.
+        sources, targets: lists of raw text of equal length, or a text each.  A source that is too long is cut, as in
+                          translate().
         Divided by n ** length_penalty, n tokens, it is the score of a Translation with the same tokens.
-        batch_size: pairs that are computed together.  UserError if it is below 1; ValueError for lists of unequal length
+        batch_size: pairs that are computed together
+        cut: of a target with more than num_steps tokens, end mark included, score the first num_steps, without end mark
+        UserError for a target that is too long, unless cut, and for a batch_size below 1; ValueError for lists of unequal
+        length.
         """
         if isinstance(sources, str) and isinstance(targets, str):
-            return self.score([sources], [targets], batch_size)[0]
+            return self.score([sources], [targets], batch_size, cut)[0]
+        for texts in sources, targets:
+            _check_iterable(texts)
         if isinstance(sources, str) or isinstance(targets, str) or len(sources) != len(targets):
             raise ValueError('score: expected a text and its translation, or as many targets as sources')
         size = texts_per_batch(batch_size, 1)
-        read = [self._read(self.source_vocabulary, sources)[1], self._read(self.target_vocabulary, targets)[1]]
-        pairs, scores = [(read[0][n], read[1][n]) for n in range(len(sources))], np.empty(len(sources))
+        _, read, _ = self._read(self.source_vocabulary, sources)
+        _, outputs, lengths = self._read(self.target_vocabulary, targets)
+        long = np.flatnonzero(lengths >= self.num_steps)
+        if len(long) and not cut:
+            raise UserError(f'target {long[0]}: expected at most {self.num_steps} tokens, end mark included, got '
+                            f'{lengths[long[0]] + 1}; shorten it, or give cut=True to score its first {self.num_steps}')
+        pairs, scores = [(read[n], outputs[n]) for n in range(len(sources))], np.empty(len(sources))
         with _DEVICE, backend.on(self._device):
             for some, h, _, labels, starts in self._forced(pairs, size):
                 for n, first, end in zip(some, starts[:-1], starts[1:], strict=True):
@@ -273,7 +301,7 @@ class Translator:
         return search
 
     @staticmethod
-    def _words(vocabulary: Tokenizer, texts: Sequence[str]) -> list[list[str]]:
+    def _words(vocabulary: Tokenizer, texts: Texts) -> list[list[str]]:
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 raise TypeError(f'text {i}: expected str, got {type(text).__name__}')
@@ -284,7 +312,7 @@ class Translator:
                                 'give valid Unicode, decoded from UTF-8 without surrogateescape') from None
         return [vocabulary.read(text) for text in texts]
 
-    def _read(self, vocabulary: Tokenizer, texts: Sequence[str]) -> tuple[list[list[str]], Ragged, np.ndarray]:
+    def _read(self, vocabulary: Tokenizer, texts: Texts) -> tuple[list[list[str]], Ragged, np.ndarray]:
         """Return the words of texts, their ids with <eos>, and their numbers of tokens without it before they were cut."""
         words = self._words(vocabulary, texts)
         encoded = vocabulary.encode(words)
@@ -441,14 +469,27 @@ def _in_parallel(work: Callable[[Decode], None], decoders: Sequence[Decode], bat
     return None
 
 
-def _map(window: Callable[[list[str]], list[T]], texts: Iterable[str], batch_size: int) -> T | list[T] | Iterator[T]:
-    """Return window([text])[0] for a text, the list of all results for a Sequence, else an iterator."""
+def _check_iterable(texts: Any) -> None:
+    """TypeError for what are no texts, such as bytes, whose elements are numbers."""
+    if isinstance(texts, bytes | bytearray) or not isinstance(texts, Iterable):
+        raise TypeError(f'texts: expected a str or an iterable of them, got {type(texts).__name__}')
+
+
+def _map(results: Callable[[list[str]], list[T]], texts: Iterable[str], window: int) -> T | list[T] | Iterator[T]:
+    """Return results([text])[0] for a text, the list of all results for a Sequence or an array, else an iterator.
+
+    window: texts that are passed to results() at once
+    """
+    check_whole('window', window)
+    if window < 1:
+        raise UserError(f'window: expected at least 1, got {window}')
     if isinstance(texts, str):
-        return window([texts])[0]
-    results = _windows(window, iter(texts), WINDOW * batch_size)
-    return list(results) if isinstance(texts, Sequence) else results
+        return results([texts])[0]
+    _check_iterable(texts)
+    found = _windows(results, iter(texts), window)
+    return list(found) if isinstance(texts, Sequence | np.ndarray) else found
 
 
-def _windows(window: Callable[[list[str]], list[T]], texts: Iterator[str], size: int) -> Iterator[T]:
+def _windows(results: Callable[[list[str]], list[T]], texts: Iterator[str], size: int) -> Iterator[T]:
     while some := list(islice(texts, size)):
-        yield from window(some)
+        yield from results(some)

@@ -37,6 +37,11 @@ reveal_type(2 * pyops.Tensor([1.0]) @ pyops.Tensor([1.0]))
 reveal_type(ndarray.zeros((2, 3)).sum(axis=0))
 reveal_type(formats.parse('mxfp8'))
 reveal_type(data.ArrayDataset(np.ones(3)))
+translator = pyops.load('x')
+reveal_type([translator.translate('a'), translator.translate(['a'])[0], next(translator.translate(iter('a')))])
+reveal_type(translator.translate('a', nbest=2))
+reveal_type(translator.translate(['a'], nbest=2))
+reveal_type(translator.translate(iter('a'), 4, 4))
 nn.Linear('3', 4)
 F.softmax(Tensor([1.0]), axis='x')
 ndarray.zeros(3).pixels
@@ -56,6 +61,10 @@ def test_a_type_checker_knows_what_a_program_uses(tmp_path):
         'note: Revealed type is "pyops.ndarray.NDArray"',
         'note: Revealed type is "pyops.formats.Format"',
         'note: Revealed type is "pyops.data.datasets.ArrayDataset"',
+        'note: Revealed type is "list[str]"',
+        'note: Revealed type is "list[str]"',
+        'note: Revealed type is "list[list[str]]"',
+        'note: Revealed type is "typing.Iterator[list[str]]"',
         'error: Argument 1 to "Linear" has incompatible type "str"; expected "int"  [arg-type]',
         'error: Argument "axis" to "softmax" has incompatible type "str"; expected "int"  [arg-type]',
         'error: "NDArray" has no attribute "pixels"  [attr-defined]'], done.stdout + done.stderr

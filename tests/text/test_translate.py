@@ -70,7 +70,8 @@ def test_results_name_the_tokens_and_n_of_them_are_lists(trained):
     assert best.alignment is None
 
 
-def test_a_stream_reads_a_window_ahead_and_no_further(trained, monkeypatch):
+@pytest.mark.parametrize('settings', [dict(batch_size=3), dict(window=6), dict(window=6, batch_size=4)], ids=str)
+def test_a_stream_reads_a_window_ahead_and_no_further(trained, monkeypatch, settings):
     translator, texts = trained
     monkeypatch.setattr(module, 'WINDOW', 2)
     taken = []
@@ -79,7 +80,7 @@ def test_a_stream_reads_a_window_ahead_and_no_further(trained, monkeypatch):
         for text in itertools.cycle(texts):                     # it never ends
             taken.append(text)
             yield text
-    stream = translator.translate(source(), beam=1, batch_size=3)
+    stream = translator.translate(source(), beam=1, **settings)
     assert not taken, 'nothing is read before the first result is asked for'
     got = list(itertools.islice(stream, 6))
     assert len(taken) == 6
@@ -91,7 +92,8 @@ def test_settings_are_checked_when_translate_is_called_not_when_a_stream_is_read
     translator, texts = trained
     for settings, text in ((dict(beam=0), 'beam: expected 1 to 32, got 0'), (dict(max_len=10), 'max_len: expected 1 to 9'),
                            (dict(beam=2, nbest=3), 'nbest: expected 1 to the beam, 2, got 3'),
-                           (dict(batch_size=0), 'batch_size: expected at least 1, got 0')):
+                           (dict(batch_size=0), 'batch_size: expected at least 1, got 0'),
+                           (dict(window=0), 'window: expected at least 1, got 0')):
         for call in translator.translate, translator.translations:
             with pytest.raises(UserError, match=f'^{text}'):
                 call(iter(texts), **settings)
@@ -102,7 +104,8 @@ def test_settings_are_checked_when_translate_is_called_not_when_a_stream_is_read
     (dict(nbest=1.0), 'nbest: expected a whole number, got 1.0'),
     (dict(max_len=1.5), 'max_len: expected a whole number, got 1.5'),
     (dict(length_penalty='1'), "length_penalty: expected a number, got '1'"),
-    (dict(batch_size='8'), "batch_size: expected a whole number, got '8'")])
+    (dict(batch_size='8'), "batch_size: expected a whole number, got '8'"),
+    (dict(window=2.5), 'window: expected a whole number, got 2.5')])
 def test_settings_of_another_type_are_refused_in_one_line(trained, settings, text):
     translator, texts = trained
     for call in translator.translate, translator.translations:
@@ -131,10 +134,21 @@ def test_half_of_a_surrogate_pair_is_an_error(trained):
             call()
 
 
-@pytest.mark.parametrize('bad', [[b'Go.'], ['Go.', None], b'Go.'])
-def test_a_text_that_is_not_a_str_is_an_error(trained, bad):
-    with pytest.raises(TypeError, match=r'^text [01]: expected str, got (bytes|NoneType|int)$'):
-        trained[0].translate(bad)
+@pytest.mark.parametrize('bad, text', [
+    ([b'Go.'], 'text 0: expected str, got bytes'), (['Go.', None], 'text 1: expected str, got NoneType'),
+    (np.array([['Go.']]), 'text 0: expected str, got ndarray'),
+    (b'Go.', 'texts: expected a str or an iterable of them, got bytes'),
+    (None, 'texts: expected a str or an iterable of them, got NoneType')])
+def test_a_text_that_is_not_a_str_is_an_error(trained, bad, text):
+    for call in trained[0].translate, trained[0].translations, lambda bad: trained[0].score(bad, bad):
+        with pytest.raises(TypeError, match=f'^{text}$'):
+            call(bad)
+
+
+def test_an_array_of_texts_has_a_list_of_translations(trained):
+    translator, texts = trained
+    assert translator.translate(np.array(texts[:3]), 2) == translator.translate(texts[:3], 2)
+    assert translator.score(np.array(texts[:3]), np.array(['va .'] * 3)) == translator.score(texts[:3], ['va .'] * 3)
 
 
 def test_a_text_of_10000_words_is_cut_to_the_length_in_training(trained):
@@ -182,7 +196,7 @@ def test_the_decoders_of_the_last_searches_are_kept_and_no_more(trained):
 def test_answers_belong_to_their_questions_in_every_thread(trained):
     translator, texts = trained
     want = {beam: translator.translate(texts, beam) for beam in (1, 3)}
-    scores, failures = translator.score(texts, want[3]), []
+    scores, failures = translator.score(texts, want[3], cut=True), []
     start = threading.Barrier(6)
 
     def ask(number):
@@ -192,7 +206,7 @@ def test_answers_belong_to_their_questions_in_every_thread(trained):
             some, beam = rng.integers(0, len(texts), rng.integers(1, 9)), int(rng.choice([1, 3]))
             if translator.translate([texts[i] for i in some], beam) != [want[beam][i] for i in some]:
                 failures.append(f'thread {number}: translate')
-            got = translator.score([texts[i] for i in some], [want[3][i] for i in some])
+            got = translator.score([texts[i] for i in some], [want[3][i] for i in some], cut=True)
             if not np.allclose(got, [scores[i] for i in some], rtol=1e-6, atol=1e-7):
                 failures.append(f'thread {number}: score')
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
@@ -341,7 +355,7 @@ def forced_log_probabilities(translator, source, output):
 def test_scores_are_the_sums_of_the_log_probabilities_of_the_tokens_and_the_end_mark(trained):
     translator, texts = trained
     sources, targets = texts[:10], [*translator.translate(texts[:7], beam=1), 'Je dors.', '', 'Qwerty']
-    got = translator.score(sources, targets, batch_size=3)
+    got = translator.score(sources, targets, batch_size=3, cut=True)
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         ids = [np.append(words.encode([words.read(text)]).ids, EOS)[:9].astype(np.int32) for words, text in
                ((translator.source_vocabulary, source), (translator.target_vocabulary, target))]
@@ -352,6 +366,17 @@ def test_scores_are_the_sums_of_the_log_probabilities_of_the_tokens_and_the_end_
     for bad in ((texts, texts[:2]), (texts[0], texts[:1])):
         with pytest.raises(ValueError, match='^score: expected a text and its translation, or as many targets as sources$'):
             translator.score(*bad)
+
+
+def test_a_target_that_is_too_long_is_an_error_unless_it_may_be_cut(trained):
+    translator, texts = trained
+    fits, long = ' '.join(['je'] * 8), ' '.join(['je'] * 9)
+    line = 'expected at most 9 tokens, end mark included, got 10; shorten it, or give cut=True to score its first 9$'
+    for sources, targets, number in (texts[0], long, 0), (texts[:3], [fits, long, long * 2], 1):
+        with pytest.raises(UserError, match=f'^target {number}: {line}'):
+            translator.score(sources, targets)
+    assert translator.score(texts[0], fits) == translator.score(texts[0], fits, cut=True)
+    assert translator.score(texts[0], long, cut=True) == translator.score(texts[0], f'{long} tu', cut=True) < 0
 
 
 @on_the_cpu                     # random weights end no sentence
