@@ -198,10 +198,10 @@ def test_onnxruntime_computes_the_same_logits_and_translations(program, options,
 
 # ---- CTranslate2 -------------------------------------------------------------------------------------------------
 
-def peer(folder):
+def peer(folder, compute='default'):
     """Return the ctranslate2.Translator of a folder."""
     ctranslate2 = pytest.importorskip('ctranslate2', reason='ctranslate2 is not installed: pip install ctranslate2')
-    return ctranslate2.Translator(str(folder), inter_threads=1, intra_threads=1)
+    return ctranslate2.Translator(str(folder), compute_type=compute, inter_threads=1, intra_threads=1)
 
 
 @pytest.mark.usefixtures('uncut')
@@ -235,7 +235,8 @@ SUBWORDS = ['--tokenizer', 'bpe', '--vocabulary', '600', '--tied', '--pre-norm']
 
 @pytest.mark.parametrize('flags', [[], SUBWORDS], ids=['words', 'subwords'])
 def test_ctranslate2_translates_raw_text_as_we_do(flags, tmp_path):
-    """Greedy and beam search of a model that has learned some pairs by heart; raw text is split by the exported tokenizer."""
+    """Greedy and beam search of a model that has learned some pairs by heart; raw text is split by the exported tokenizer.
+    In int8 the two round at different places, so a few texts may differ."""
     needs('ctranslate2')
     if flags:
         tokenizers = pytest.importorskip('tokenizers', reason='tokenizers is not installed: pip install tokenizers')
@@ -244,21 +245,24 @@ def test_ctranslate2_translates_raw_text_as_we_do(flags, tmp_path):
         transformer_train.main(['-f', str(tmp_path / 'pairs.txt'), '-c', str(tmp_path / 'ckpt'), '-e', '40', '-b', '8',
                                 '--d-model', '32', '-d', '0', '-l', '0.003', '--hold-out', '0', '--num-steps', '24', *flags])
     assert export('ctranslate2', tmp_path / 'ckpt', tmp_path / 'ct2') == 0
-    translator, theirs = pyops.load(tmp_path / 'ckpt'), peer(tmp_path / 'ct2')
+    translator = pyops.load(tmp_path / 'ckpt')
     if flags:
         split = tokenizers.Tokenizer.from_file(str(tmp_path / 'ct2/tokenizer.json'))
         tokens = [split.encode(text).tokens for text in TEXTS]
     else:
         tokens = [translator.source_vocabulary.read(text) for text in TEXTS]
-    for beam in (1, 4):
-        found = theirs.translate_batch(tokens, beam_size=beam, max_decoding_length=translator.num_steps)
-        if flags:
-            texts = [split.decode([split.token_to_id(token) for token in result.hypotheses[0]]).strip() for result in found]
-        else:
-            vocabulary = translator.target_vocabulary
-            texts = [vocabulary.decode(np.array(vocabulary.ids(result.hypotheses[0]))) for result in found]
-        assert texts == translator.translate(TEXTS, beam=beam)
-    assert len(set(texts) & {target for _, target in PAIRS}) > len(PAIRS) / 2
+    for compute, least in ('float32', len(TEXTS)), ('int8', 0.8 * len(TEXTS)):
+        ours, theirs = pyops.load(tmp_path / 'ckpt', compute=compute), peer(tmp_path / 'ct2', compute)
+        assert theirs.compute_type.startswith(compute)
+        for beam in (1, 4):
+            found = theirs.translate_batch(tokens, beam_size=beam, max_decoding_length=translator.num_steps)
+            if flags:
+                texts = [split.decode([split.token_to_id(token) for token in result.hypotheses[0]]).strip() for result in found]
+            else:
+                vocabulary = translator.target_vocabulary
+                texts = [vocabulary.decode(np.array(vocabulary.ids(result.hypotheses[0]))) for result in found]
+            assert sum(map(str.__eq__, texts, ours.translate(TEXTS, beam=beam))) >= least
+        assert len(set(texts) & {target for _, target in PAIRS}) > len(PAIRS) / 2
 
 
 def test_the_models_of_sentencepiece_are_written_as_they_are():
