@@ -22,8 +22,8 @@ NAMES = {'ours': 'pyops', 'ours' + RECOMPUTE: 'pyops recompute', 'torch': 'PyTor
 BF16 = '-bf16'          # end of the kind of a contestant whose products have bfloat16 factors: for PyTorch autocast
 NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()}
 # in translation: a program and its compute type
-COMPUTE = {f'{kind}/{compute}': f'{name} {compute}' for kind, name in (('ours', 'pyops'), ('ct2', 'CTranslate2'))
-           for compute in ('float32', 'bf16', 'int8')}
+COMPUTE = {f'{kind}/{compute}': f'{name} {compute}' for compute in ('float32', 'bf16', 'int8')
+           for kind, name in (('ours', 'pyops'), ('command', 'translate'), ('ct2', 'CTranslate2'))}
 NAMES |= COMPUTE
 
 

@@ -5,13 +5,16 @@
 
 The sentences are sources of the corpus in random order, repeated if there are too few.  Each contestant is a process that reads
 a file, and writes a line for each of its lines.  They take turns: a turn is a window, the lines that pyops.load(CKPT).translate
-reads ahead and sorts by length.  CTranslate2 gets a whole window, sorts it, and uses the fastest of several batch sizes, and of
---threads threads for one batch or one thread each for --threads batches.  Both split words with our tokenizer.
+reads ahead and sorts by length.  Ours are this function, and the program transformer.translate without its start.  CTranslate2
+gets a whole window, sorts it, and uses the fastest of several batch sizes, and of --threads threads for one batch or one thread
+each for --threads batches.  All split words with our tokenizer.
 
 Checked: the number of lines; equal lines have equal translations; a sample has the same translations line by line.  The exit
 status is 1 if a check fails.
 """
+import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -38,6 +41,7 @@ LEAST = 5               # turns: a short file is translated several times
 SAMPLE = 50             # lines that are translated again, one by one
 ROWS = 160, 320, 640    # hypotheses of a batch that CTranslate2 tries
 FILES = 'lines', 'few', 'sample'
+OURS = 'ours', 'command'
 
 
 def parse(argv):
@@ -71,7 +75,7 @@ def translate(folder, kind, threads=1):
     """
     who, _, compute = kind.partition('/')
     path = (folder / 'checkpoint').read_text()
-    stream = (_ours if who == 'ours' else _CTranslate2)(folder, path, compute, threads)
+    stream = {'ours': _ours, 'command': _command, 'ct2': _CTranslate2}[who](folder, path, compute, threads)
     outputs = iter(())
 
     def turn(file, lines, beam, batch, workers, first, last):
@@ -101,6 +105,23 @@ def _ours(folder, path, compute, threads):
     import pyops
     model = pyops.load(path, compute=compute)
     return lambda lines, beam, batch, workers: model.translate(lines, beam, batch_size=batch or None)
+
+
+def _command(folder, path, compute, threads):
+    """As transformer.translate: each window is a file."""
+    from pyops.text import serving
+    from pyops.text.flags import serving_parser
+    parser, file = serving_parser('transformer.translate'), folder / f'window-{compute}.txt'
+    translator = serving.open_translator(parser.parse_args(['-c', path, '--compute', compute]), 'transformer')
+
+    def stream(lines, beam, batch, workers):
+        flags = ['-c', path, '-i', str(file), '--beam', str(beam), *(['-b', str(batch)] if batch else [])]
+        while some := list(itertools.islice(lines, window_of(beam))):
+            file.write_text(''.join(f'{line}\n' for line in some), encoding='utf-8')
+            with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+                serving.run(parser.parse_args(flags), translator)
+            yield from out.getvalue().split('\n')[:-1]
+    return stream
 
 
 class _CTranslate2:
@@ -155,7 +176,7 @@ def write_files(args, folder):
 
 def settings_of(worker, kind, beam, lines, threads):
     """Return the fastest batch size and number of batches at the same time, for CTranslate2; ours has defaults."""
-    if kind.startswith('ours'):
+    if kind.startswith(OURS):
         from pyops.text.translator import WORKERS
         return 0, min(threads, WORKERS)
     few, tried = min(FEW, lines), {}
@@ -194,7 +215,7 @@ def check(folder, kind, beam, lines, sample, worker):
     if len(found) != len(lines):
         return found, [f'{NAMES[kind]}, beam {beam}: {len(found)} lines for {len(lines)}']
     seen, wrong = dict(zip(lines, found, strict=True)), []
-    if kind.startswith('ours'):
+    if kind.startswith(OURS):
         differ = sum(seen[line] != text for line, text in zip(lines, found, strict=True))
         worker.turn(FILES.index('sample'), len(sample), beam, 1, 1, 0, len(sample))
         alone = list(_lines(output_of(folder, kind, beam, 'sample'), None))
@@ -237,7 +258,7 @@ def print_table(beam, figures, lines):
     print(f'{f"beam {beam}":20} {"texts/s":>9} {"texts/CPU s":>12} {"x peer":>7} {"x, CPU":>7} {"BLEU":>6} '
           f'{f"MiB at {few}":>12} {f"at {lines}":>10}  batches')
     for kind, f in figures.items():
-        peer = figures.get(kind.replace('ours', 'ct2')) if kind.startswith('ours') else None
+        peer = figures.get(f'ct2/{kind.partition("/")[2]}') if kind.startswith(OURS) else None
         ratios = [f'{f[name] / peer[name]:.2f}' if peer else '' for name in ('per_s', 'per_cpu_s')]
         print(f'{NAMES[kind]:20} {f["per_s"]:9.0f} {f["per_cpu_s"]:12.0f} {ratios[0]:>7} {ratios[1]:>7} {f["bleu"]:6.2f} '
               f'{f["peak_mib_few"]:12.0f} {f["peak_mib"]:10.0f}  {f["workers"]} x {f["batch"]}')
@@ -251,7 +272,7 @@ def main(argv=None):
         raise UserError('transformer.export is missing; install a newer pyops, or give --no-ctranslate2')
     from pyops import backend
     threads = args.threads or backend.threads()
-    kinds = [f'{who}/{compute}' for compute in args.compute for who in (['ours'] if args.no_ctranslate2 else ['ours', 'ct2'])
+    kinds = [f'{who}/{compute}' for compute in args.compute for who in (OURS if args.no_ctranslate2 else (*OURS, 'ct2'))
              if f'{who}/{compute}' != 'ct2/bf16']
     about, figures, wrong = contest(args, kinds, threads)
     told = {'threads': threads, 'isa': backend.isa(), 'sentences': args.sentences, 'corpus': about, 'beams': figures}

@@ -27,7 +27,7 @@ def main(program, job, kind, folder, threads):
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # a terminal sends it to all processes; the parent ends this one
     contest = importlib.import_module(f'bench.{program}')
     who = kind.removesuffix(BF16).removesuffix(RECOMPUTE).partition('/')[0]
-    if who == 'ours':
+    if who in ('ours', 'command'):
         from pyops import backend
         backend.set_threads(int(threads))
         backend.HOST.precision = 'bf16' if kind.endswith(BF16) else 'fp32'
