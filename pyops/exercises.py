@@ -277,7 +277,8 @@ def _replaced(library, kernels):
             return 0
         return run
     prepared = {kernel: HOST._prepare(kernel) for kernel in kernels}
-    HOST._functions.update({kernel: (function_of(kernel), *rest) for kernel, (_, *rest) in prepared.items()})
+    for kernel in kernels:
+        HOST._prepare(kernel, function_of(kernel))
     try:
         with state.hooks():         # no short ways of small arrays, which call the library itself
             yield

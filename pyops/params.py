@@ -6,6 +6,7 @@ Zeroing, the gradient norm, an Adam step and a checkpoint therefore take one cal
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -62,6 +63,7 @@ def generator(seed: int, name: str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key(seed, name)))
 
 
+@functools.lru_cache(1024, typed=True)      # typed: 1 and True have other texts
 def key(seed: int, name: str) -> int:
     """Return a 64-bit hash of (seed, name)."""
     return int.from_bytes(hashlib.blake2b(f'{seed}/{name}'.encode(), digest_size=8).digest(), 'little')

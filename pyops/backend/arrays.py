@@ -143,8 +143,10 @@ def byte_strides(array):
 def element_strides(array):
     if not isinstance(array, np.ndarray):
         return array.strides
-    item = array.itemsize
-    return [n // item for n in array.strides]
+    item, strides = array.itemsize, array.strides
+    if len(strides) == 2:                       # without a loop, for products
+        return [strides[0] // item, strides[1] // item]
+    return [n // item for n in strides]
 
 
 def is_contiguous(array):

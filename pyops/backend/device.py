@@ -51,6 +51,15 @@ class Buffer:
         self.owner = self.pointer = None
 
 
+def _converting_call(function, count, converters):
+    """Return a function (stream, *values) that converts these values and calls `function`.  It is compiled from its text: a
+    loop over the arguments takes as long as a small kernel."""
+    known = {'function': function} | {f'c{i}': convert for i, convert in converters}
+    names = ['stream', *(f'v{i}' for i in range(count))]
+    values = [*(f'c{i}(v{i})' if f'c{i}' in known else f'v{i}' for i in range(count)), 'stream']
+    return eval(f'lambda {", ".join(names)}: function({", ".join(values)})', known)
+
+
 class Device:
     """The protocol of a device.  A method without a body here must be implemented.
 
@@ -149,16 +158,19 @@ class Device:
 
     def launch(self, name, *values):
         """Run the kernel pyops_<name> on arrays of this device: see pyops.backend.launch."""
-        function, count, converters = self._functions.get(name) or self._prepare(name)
+        function, count, converters, convert_and_call = self._functions.get(name) or self._prepare(name)
         if len(values) != count:
             raise TypeError(f'{name}: expected {count} arguments, got {len(values)}')
-        arguments = list(values)                # `values` keeps the arrays alive during the call
-        for i, convert in converters:
-            arguments[i] = convert(values[i])
-        if state.on_launch is None or self._listen(name, values):
-            status = function(*arguments, self.stream)
-            if status:
-                self.check(status)
+        # `values` keeps the arrays alive during the call
+        if state.on_launch is None:
+            status = convert_and_call(self.stream, *values)
+        else:
+            arguments = list(values)
+            for i, convert in converters:
+                arguments[i] = convert(values[i])
+            status = self._listen(name, values) and function(*arguments, self.stream)
+        if status:
+            self.check(status)
 
     def work_size(self, name, *sizes):
         """Return the workspace size of the kernel pyops_<name> for these sizes, in floats."""
@@ -284,14 +296,17 @@ class Device:
 
     # ---- the steps of `launch` and `empty`
 
-    def _prepare(self, name):
-        """Return the C function, the number of its arguments without the stream, and (index, converter) for each pointer."""
+    def _prepare(self, name, replacement=None):
+        """Return the C function, or its replacement, the number of its arguments without the stream, (index, converter) for
+        each pointer, and a function (stream, *values) that converts the pointers and calls the function."""
         _, lib, functions = self.library()
         arguments = functions['pyops_' + name].arguments[:-1]
         takes_strides = name in _ROW_STRIDES or any(a.name == 'strides' for a in arguments)
         converters = [(i, self.host_converter(name, a) if a.name in HOST_ARGUMENTS else self.converter(name, a, takes_strides))
                       for i, a in enumerate(arguments) if a.pointer]
-        found = self._functions[name] = getattr(lib, 'pyops_' + name), len(arguments), converters
+        function = replacement or getattr(lib, 'pyops_' + name)
+        call = _converting_call(function, len(arguments), converters)
+        found = self._functions[name] = function, len(arguments), converters, call
         return found
 
     def _records(self):

@@ -308,7 +308,7 @@ class GPU(KernelOperations):
 
     def launch_on_second(self, name, *values):
         """Run a kernel on the second stream; a plan does not record it."""
-        function, _, converters = self._functions.get(name) or self._prepare(name)
+        function, _, converters, _ = self._functions.get(name) or self._prepare(name)
         arguments = list(values)
         for i, convert in converters:
             arguments[i] = convert(values[i])
