@@ -7,6 +7,7 @@ Arrays and lists passed instead of Tensors are constants.
 from __future__ import annotations
 
 import builtins
+import functools
 import itertools
 import math
 from types import FunctionType
@@ -612,6 +613,18 @@ def residual(x: Numbers, branch: Numbers, p: float = 0.0, training: bool = True,
     return apply(Residual, tensor(x), tensor(branch), step, p=p, key=key)
 
 
+def _filled(size: int, value: float, like: Tensor) -> Tensor:
+    """Return a constant (size,) of equal numbers on the device of `like`, which nothing changes."""
+    if like.device.is_host and size <= 4096 and not backend.is_recorded():
+        return _filled_on_host(size, value)
+    return tensor(np.full(size, value, np.float32), like)
+
+
+@functools.lru_cache(32)
+def _filled_on_host(size: int, value: float) -> Tensor:
+    return Tensor(np.full(size, value, np.float32), device=backend.HOST)
+
+
 def layer_norm(x: Numbers, normalized_shape: int | Sequence[int], weight: Numbers | None = None, bias: Numbers | None = None,
                eps: float = 1e-5) -> Tensor:
     """Normalise the last axes, of sizes normalized_shape, together to mean 0 and variance 1, scale by weight, add bias.
@@ -634,8 +647,8 @@ def layer_norm(x: Numbers, normalized_shape: int | Sequence[int], weight: Number
         y = y if weight is None else y * weight
         return y if bias is None else y + bias
     size = math.prod(shape)
-    weight, bias = (tensor(np.full(size, default, np.float32), x) if given is None else tensor(given).reshape(size)
-                    if len(shape) > 1 else tensor(given) for given, default in ((weight, 1), (bias, 0)))
+    weight, bias = (_filled(size, default, x) if given is None else tensor(given).reshape(size)
+                    if len(shape) > 1 else tensor(given) for given, default in ((weight, 1.0), (bias, 0.0)))
     rows = x.reshape(*x.shape[:-len(shape)], size) if len(shape) > 1 else x
     y = apply(LayerNorm, rows, weight=weight, bias=bias, eps=eps)
     return y.reshape(x.shape) if len(shape) > 1 else y

@@ -152,7 +152,7 @@ class _Backward:
     def kernel_op(self, node: Node, dys: list[Any]) -> None:
         """Run the backward of a kernel op, which adds to the gradients of its parameters itself."""
         kernel, dy = node.op, dys[0]
-        wanted = [parent is not None and (self.relevant is None or self.wanted(parent)) for parent in node.parents]
+        wanted = [*map(self.wanted, node.parents)] if self.relevant is not None else [p is not None for p in node.parents]
         device, n = node.outputs[0][2], len(node.parents) - len(kernel.parameters)
         if self.create_graph:
             self.pass_on(node, self.derivatives(node, dy, device, n), wanted)
@@ -178,6 +178,8 @@ class _Backward:
             if mode.anomaly and has_nan(d):
                 raise RuntimeError(f'detect_anomaly: {node.name}: its backward computed a gradient with a NaN for {name} of '
                                    f'shape {d.shape}; the gradient of its output has none')
+        if not any(wanted[:n]):
+            return
         known, arrays = {id(given): dy}, []         # Residual returns dy itself, twice: keep them identical
         for gradient, needed in zip(gradients if type(gradients) is tuple else (gradients,), wanted, strict=False):
             if needed and gradient is not None and id(gradient) not in known:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -21,7 +20,7 @@ from pyops.ops.array import ArrayOp
 from pyops.params import Parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import DTypeLike
 
@@ -43,14 +42,14 @@ class Recorded:
 
     array           the NDArray
     origin          (node, index of its output) of the op that produced it; None for a leaf
-    _calls          {op: KernelCall} of the kernel ops whose first parameter it is, kept for the next call; only nn.Parameters,
-                    whose `entry` is the pyops.params.Parameter over the same memory
+    _calls          {op: KernelCall} of the kernel ops whose first parameter it is, kept for the next call; not set before the
+                    first
     """
-    __slots__ = ('array', 'origin', 'requires_grad', '_grad', '_hooks', '__weakref__')
+    __slots__ = ('array', 'origin', 'requires_grad', '_grad', '_hooks', '_calls', '__weakref__')
     of_results: ClassVar[type[Tensor]]          # the class of the results of ops, set in tensor.py
     array: NDArray
     origin: Origin | None
-    _calls: Mapping[Any, KernelCall] = MappingProxyType({})
+    _calls: dict[Any, KernelCall]
     requires_grad: bool
     _grad: Tensor | None
     _hooks: dict[int, Any]                      # hooks of a leaf, by number; not set before the first
@@ -247,27 +246,35 @@ class KernelCall:
     one         the op, for forward
     entries     the entries of all parameters, if `one` is made of them: its backward adds to their .grad.  None if a parameter
                 is not a module's; then make() creates the op again for backward
+    views, device   the NDArrays of all parameters, and their device, None without parameters
+    is_kept     whether `one` reads the memory of `views`, of which none is a module's: the next call may use it again
     """
-    __slots__ = ('op', 'parameters', 'settings', 'entries', 'one')
+    __slots__ = ('op', 'parameters', 'settings', 'entries', 'views', 'device', 'is_kept', 'one')
     entries: tuple[Any, ...] | None
+    views: list[NDArray]
+    device: Device | None
 
     def __init__(self, op: Any, constants: dict[str, Any]) -> None:
         self.op: Any = op
         self.parameters: list[tuple[str, str, Any]] = []
-        self.settings, self.entries = constants, None
+        self.settings, self.entries, self.views, self.device, self.is_kept = constants, None, [], None, False
         tensors = {name: value for name, value in constants.items() if isinstance(value, Recorded)}
         if not tensors:
             self.one = self.make([])
             return
         device = _same_device(op, list(tensors.values()))
-        arrays = [device.kernel_array(p.array) for p in tensors.values()]       # gives a Parameter its memory and its name
+        self.device, self.views = device, [p.array for p in tensors.values()]   # gives a Parameter its memory and its name
+        arrays = [device.kernel_array(view) for view in self.views]
         self.parameters = [(argument, getattr(p, 'name', None) or argument, array)
                            for (argument, p), array in zip(tensors.items(), arrays, strict=True)]
         self.settings = {name: value for name, value in constants.items() if name not in tensors}
         entries = tuple([getattr(p, 'entry', None) for p in tensors.values()])
+        is_constant = isinstance(op, type) and all([type(setting) in _CONSTANT for setting in self.settings.values()])
+        # of a view that is not compact kernel_array made a copy
+        self.is_kept = (is_constant and device.is_host and not any([e is not None for e in entries])
+                        and all([view.is_compact() and view.size > 0 for view in self.views]))
         with backend.on(device):
-            if (isinstance(op, type) and all([e is not None and e.touched is None and e.rounded is None for e in entries])
-                    and all([type(setting) in _CONSTANT for setting in self.settings.values()])):
+            if is_constant and all([e is not None and e.touched is None and e.rounded is None for e in entries]):
                 self.entries = entries
                 self.one = op(**dict(zip(tensors, entries, strict=True)), **self.settings)
             else:
@@ -285,10 +292,14 @@ class KernelCall:
         """Return whether this is the call with these keyword arguments: the same parameters and equal settings."""
         if len(constants) != len(self.parameters) + len(self.settings):
             return False
-        for (argument, _, _), entry in zip(self.parameters, self.entries or (), strict=True):
-            value = constants.get(argument)
-            if getattr(value, 'entry', None) is not entry:
-                return False
+        if self.is_kept:
+            for (argument, _, _), view in zip(self.parameters, self.views, strict=True):
+                if getattr(constants.get(argument), 'array', None) is not view or view.buffer.pointer is None:
+                    return False                # another array, or its memory was freed
+        else:
+            for (argument, _, _), entry in zip(self.parameters, self.entries or (), strict=True):
+                if getattr(constants.get(argument), 'entry', None) is not entry:
+                    return False
         for name, setting in self.settings.items():
             value = constants.get(name, self)
             # 1.0 and True equal 1, and may be refused where 1 is accepted; a tuple may hold them
@@ -305,7 +316,7 @@ def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:
     """Return the KernelCall of an op with these keyword arguments.
 
     The parameters of a layer are the same in every step, so its call is kept with the first of them.  It refers to their
-    memory and not to the Tensors, so it keeps no module alive.
+    memory and not to the Tensors, so it keeps no module alive, and no Tensor itself.
     """
     for first in constants.values():
         if isinstance(first, Recorded):
@@ -313,11 +324,15 @@ def _kernel_call(op: Any, constants: dict[str, Any]) -> KernelCall:
     else:
         is_plain = isinstance(op, type) and all([type(setting) in _PLAIN for setting in constants.values()])
         return _plain_call(op, **constants) if is_plain else KernelCall(op, constants)
-    kernel = first._calls.get(op)
+    try:
+        calls = first._calls
+    except AttributeError:                      # its first kernel op
+        calls = first._calls = {}
+    kernel = calls.get(op)
     if kernel is None or not kernel.fits(constants):
         kernel = KernelCall(op, constants)
-        if kernel.entries is not None:
-            first._calls[op] = kernel           # type: ignore[index]  # a Parameter's are a dict
+        if kernel.entries is not None or kernel.is_kept:
+            calls[op] = kernel
     return kernel
 
 
@@ -338,17 +353,36 @@ def kernel_array(x: NDArray, device: Device) -> Any:
 
 def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -> Tensor:
     kernel = _kernel_call(op, constants)
-    tensors = [x for x in inputs if isinstance(x, Recorded)]
-    tensors += [constants[argument] for argument, _, _ in kernel.parameters]
-    device = _same_device(op, tensors)
+    device: Any = kernel.device
     arrays: list[Any] = []
     ids: list[int] = []
+    parents: list[Parent | None] = []
+    sources: list[NDArray | None] = []                  # the NDArrays of the inputs
+    record, of_results = False, Recorded.of_results
     for x in inputs:
-        array = kernel_array(x.array, device) if isinstance(x, Recorded) else x
-        if id(array) in ids and isinstance(x, Recorded):
-            array = device.kernel_array(x.array)        # two Tensors over the same memory: derivatives() tells them apart
+        array, parent, source = x, None, None
+        if x.__class__ is of_results or isinstance(x, Recorded):
+            source = x.array
+            if source.buffer.device is not device:
+                if device is not None:
+                    _same_device(op, [x for x in (*inputs, *constants.values()) if isinstance(x, Recorded)])
+                device = source.buffer.device
+            if x.requires_grad:
+                parent, record = x if x.origin is None else x.origin, True
+            array = kernel_array(source, device)
+            if id(array) in ids:
+                array = device.kernel_array(source)     # two Tensors over the same memory: derivatives() tells them apart
         arrays.append(array)
         ids.append(id(array))
+        parents.append(parent)
+        sources.append(source)
+    for argument, _, _ in kernel.parameters:
+        x, parent = constants[argument], None
+        if x.requires_grad:
+            parent, record = x if x.origin is None else x.origin, True
+        parents.append(parent)
+    if device is None:
+        device = ndarray.default_device()
     if device is backend.current_device():
         made, ctx = kernel.one.forward(*arrays)
     else:
@@ -357,15 +391,17 @@ def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -
     y = as_ndarray(made, device)
     if mode.anomaly:
         check_finite(name_of(op), arrays, (y,))
-    if not mode.grad or not any([x.requires_grad for x in tensors]):
+    if not (record and mode.grad):
         return wrap(y, None)
-    saved, parameters = {id(a) for a in ctx}, tensors[len(tensors) - len(kernel.parameters):]
-    read = [x.array for x, number in zip(inputs, ids, strict=True) if number in saved and isinstance(x, Recorded)]
-    read += [p.array for p in parameters] + [y] * (id(made) in saved)
-    parents = [parent_of(x) for x in (*inputs, *parameters)]
-    node = Node(kernel, ctx, parents, [*ids, id(made)], [(a.buffer, a.buffer.version, a.shape) for a in read],
-                [(y.shape, y.dtype, device)])
-    return wrap(y, (node, 0))
+    saved = [*map(id, ctx)]
+    guards = [(read.buffer, read.buffer.version, read.shape) for read in kernel.views]
+    for source, number in zip(sources, ids, strict=True):
+        if number in saved and source is not None:
+            guards.append((source.buffer, source.buffer.version, source.shape))
+    ids.append(id(made))
+    if ids[-1] in saved:
+        guards.append((y.buffer, y.buffer.version, y.shape))
+    return wrap(y, (Node(kernel, ctx, parents, ids, guards, [(y.shape, y.dtype, device)]), 0))
 
 
 def as_scalar(y: Tensor) -> Tensor:
@@ -394,5 +430,7 @@ def as_ndarray(array: Any, device: Device) -> NDArray:
     """Wrap a C-contiguous array, an output of a kernel op, in an NDArray on the device of its inputs."""
     if isinstance(array, NDArray):
         return array
-    shape, dtype = array.shape, ndarray.FLOAT if array.dtype == ndarray.FLOAT else ndarray.INT
+    shape, dtype = array.shape, array.dtype
+    if dtype is not ndarray.FLOAT:
+        dtype = ndarray.FLOAT if dtype == ndarray.FLOAT else ndarray.INT
     return NDArray(device.wrap(array, True), 0, shape, ndarray.row_major(shape), dtype)

@@ -63,7 +63,7 @@ class Parameter(Tensor):
     .grad is a view of the flat gradient buffer: zeros before the first backward, which adds to it.  It is None while
     requires_grad is off.
     """
-    __slots__ = ('name', 'home', 'entry', '_calls', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed',
+    __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed',
                  '_given')
     name: str | None            # this and the next two are None until the tree is first used
     home: Any                   # the pyops.params.Parameters with its memory

@@ -620,6 +620,61 @@ def test_a_graph_goes_with_its_last_tensor(without_gc):
     assert (nodes(), len(ndarray.live_buffers())) == before
 
 
+@on_the_cpu
+def test_the_op_of_plain_tensors_is_kept_while_their_arrays_are_the_same():
+    x, weight, bias = leaf(2, 3), leaf(4, 3, seed=1), leaf(4, seed=2)
+
+    def expect(kept):
+        before = getattr(weight, '_calls', {}).get(Linear)
+        y = F.linear(x, weight, bias)
+        close(y.detach().numpy(), x.detach().numpy() @ weight.detach().numpy().T + bias.detach().numpy())
+        assert (weight._calls.get(Linear) is before is not None) == kept
+        x.grad = weight.grad = bias.grad = None
+        y.sum().backward()
+        close(weight.grad.numpy(), np.tile(x.detach().numpy().sum(0), (4, 1)))
+        close(bias.grad.numpy(), np.full(4, 2))
+    expect(kept=False)
+    expect(kept=True)
+    with no_grad():
+        weight *= 2.0
+    expect(kept=True)                                           # in the same memory
+    bias = leaf(4, seed=3)
+    expect(kept=False)
+    expect(kept=True)
+    weight = Tensor(normal(np.random.default_rng(4), 3, 4)).T.requires_grad_()
+    for _ in range(2):                                          # a transposed view is copied in each call
+        assert F.linear(x, weight, bias).shape == (2, 4) and not weight._calls
+    twin = copy.deepcopy(bias)
+    assert not hasattr(twin, '_calls')
+    weight = leaf(4, 3)
+    F.linear(x, weight, bias)
+    weight.array.buffer.free()
+    with pytest.raises(ValueError, match='its memory was freed'):
+        F.linear(x, weight, bias)
+
+
+@on_the_cpu
+def test_a_kept_op_does_not_keep_its_tensors(without_gc):
+    x, weight, bias = leaf(2, 3), leaf(4, 3, seed=1), leaf(4, seed=2)
+    F.linear(x, weight, bias)
+    alive = [weakref.ref(one) for one in (weight, weight.array, bias)]
+    del weight, bias
+    assert [one() for one in alive] == [None] * 3
+
+
+@on_the_cpu
+def test_layer_norm_without_weights_makes_its_constants_once(monkeypatch):
+    x, made = leaf(3, 4), []
+    want = F.layer_norm(x, 4, np.ones(4, 'f'), np.zeros(4, 'f')).numpy()
+    F.layer_norm(x, 4)
+    full = np.full
+    monkeypatch.setattr(np, 'full', lambda *given: made.append(given) or full(*given))
+    assert (F.layer_norm(x, 4).numpy() == want).all() and not made
+    x = leaf(2, 5000)
+    F.layer_norm(x, 5000)
+    assert len(made) == 2, 'long ones are not kept'
+
+
 def test_backward_lets_go_of_the_graph_though_the_loss_is_kept(without_gc):
     x, w = leaf(50, 30), leaf(30, 30)
     before = len(ndarray.live_buffers()), nodes()
