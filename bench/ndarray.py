@@ -4,15 +4,16 @@ Elementwise operations, reductions and products of N x N matrices, each with a n
 on small arrays and Tensors.  The contestants take turns; a figure is the shortest of many runs.  numpy uses one thread,
 except for products.
 
---small: operations on arrays of 3 x 4 and products of many small matrices, on one thread.  A figure is the median CPU time of a
-call, and an operation that takes 2 us more than numpy's, or a product that takes longer than numpy's, is marked.
+--small: operations on arrays and Tensors of 3 x 4 and products of many small matrices, on one thread.  A figure is the median
+CPU time of a call, and an operation that takes 2 us more than numpy's, or a product that takes longer than numpy's, is
+marked.
 """
 import time
 
 import numpy as np
 
 from bench.turns import medians
-from pyops import backend, ndarray
+from pyops import backend, functional, ndarray, nn
 from pyops.autograd import Tensor
 from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
@@ -72,6 +73,14 @@ SMALL = (
     ('arange(12)', 'np.arange(12)'), ('array([1.0, 2.0, 3.0])', 'np.array([1.0, 2.0, 3.0])'),
     'a[1, 2].item()', 'a.tolist()', 'a @ b.T', 'a[0].dot(b[0])',
     *((f'einsum("{how}", a, b)', f'np.einsum("{how}", a, b)') for how in ('ij,kj->ik', 'ij,ij->i', 'ij,ij')))
+# the same of Tensors that require gradients, so that each operation is recorded: x (3, 4), a weight w (4, 4) and a bias v (4,);
+# and of labels (3,)
+TENSORS = (
+    'x + x', 'x * x', 'x.sum()', ('F.relu(x)', 'np.maximum(x, 0)'), ('F.linear(x, w, v)', 'x @ w.T + v'),
+    ('linear(x)', 'x @ w.T + v'), ('F.dropout(x)', 'x * (generator.random(x.shape, "f") >= 0.5) * 2'),
+    ('F.layer_norm(x, 4)', '(d := x - x.mean(1, keepdims=True)) / np.sqrt((d * d).mean(1, keepdims=True) + 1e-5)'),
+    ('F.softmax(x)', '(e := np.exp(x - x.max(1, keepdims=True))) / e.sum(1, keepdims=True)'),
+    ('F.cross_entropy(x, labels)', '(np.log(np.exp(x).sum(1)) - x[np.arange(3), labels]).mean()'))
 BATCHES = (((64, 8, 8), (64, 8, 8)), ((1000, 4, 4), (1000, 4, 4)), ((1000, 4, 4), (4, 4)), ((4, 4), (1000, 4, 4)),
            ((10, 1, 4, 4), (10, 4, 4)), ((2000, 3, 3), (2000, 3, 1)), ((256, 16, 16), (256, 16, 16)),
            ((64, 1, 64), (64, 64, 1)), ((2, 3, 4), (2, 4, 3)), ((64, 2, 32, 8), (64, 2, 8, 32)))
@@ -92,7 +101,13 @@ def small_names(rng):
     """Return the names in SMALL with our arrays, and those with numpy's."""
     x, z = rng.standard_normal((3, 4), 'f'), rng.random((3, 4), 'f') + np.float32(0.5)
     theirs = dict(a=x, b=z, c=z + 1, i=np.array([0, 2, 1, 1], np.int32), m=x > 0)
-    return vars(ndarray) | {name: ndarray.array(value) for name, value in theirs.items()}, theirs | {'np': np}
+    ours = vars(ndarray) | {name: ndarray.array(value) for name, value in theirs.items()}
+    w, v, labels = rng.standard_normal((4, 4), 'f'), rng.standard_normal(4, 'f'), np.array([2, 0, 3], np.int32)
+    linear = nn.Linear(4, 4)
+    linear.weight, linear.bias = w, v
+    tensors = {name: Tensor(value, requires_grad=True) for name, value in dict(x=z, w=w, v=v).items()}
+    return (ours | tensors | dict(labels=Tensor(labels), F=functional, linear=linear),
+            theirs | dict(x=z, w=w, v=v, labels=labels, generator=rng, np=np))
 
 
 def small(rng):
@@ -105,7 +120,7 @@ def small(rng):
         over = our_time - numpys
         print(f'{name:36}{1e6 * our_time:9.2f}{1e6 * numpys:9.2f}{1e6 * over:9.2f}{" *" if over > allowed else ""}')
 
-    for texts in SMALL:
+    for texts in (*SMALL, *TENSORS):
         mine, other = texts if isinstance(texts, tuple) else (texts, texts)
         row(mine, *cpu_times([eval(f'lambda: ({mine})', ours), eval(f'lambda: ({other})', theirs)]), 2e-6)
     for shapes in BATCHES:
