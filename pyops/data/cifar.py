@@ -1,11 +1,13 @@
 """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels in ten classes (Krizhevsky 2009), from files on disk.
 
 Both published versions are read: the binary one (data_batch_1.bin, ...) and the one for Python (data_batch_1, ...), which is
-pickled.  Unpickling may run code of the file, so that only numpy arrays and plain values are accepted.
+pickled.  Unpickling may run code of the file, so that only numpy arrays of integers and plain values are accepted, and numpy
+itself unpickles nothing: a damaged dtype ends its process.
 """
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,19 +29,50 @@ PIXELS = 3 * 32 * 32
 CLASSES = 'airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck'
 TRAIN, TEST = tuple(f'data_batch_{i}' for i in range(1, 6)), ('test_batch',)
 FOLDERS = '', 'cifar-10-batches-py', 'cifar-10-batches-bin'
-# what a pickled numpy array consists of, with numpy 1 and 2
-_ALLOWED = {(f'numpy.{core}.{module}', name) for core in ('core', '_core')
-            for module, name in (('multiarray', '_reconstruct'), ('numeric', '_frombuffer'))} | {
-    ('numpy', 'ndarray'), ('numpy', 'dtype'), ('_codecs', 'encode')}
+
+
+class _Kind:
+    """A pickled dtype of integers."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        if not re.fullmatch('[|<>]?[iu][1248]', name):
+            raise pickle.UnpicklingError(f'it has an array of {name}')
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] == '>':
+            self.dtype = self.dtype.newbyteorder('>')
+
+
+class _Array:
+    """A pickled array."""
+    value: np.ndarray
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, is_fortran, content = state
+        self._set(content, kind, shape, 'F' if is_fortran else 'C')
+
+    def _set(self, content: bytes, kind: _Kind, shape: tuple[int, ...], order: Any) -> _Array:
+        self.value = np.frombuffer(content, kind.dtype).reshape(shape, order=order)
+        return self
+
+
+# What a pickled array consists of, with numpy 1 and 2.  A function for each use: the file may change its attributes.
+_ALLOWED: dict[tuple[str, str], Callable[[], Any]] = {
+    ('numpy', 'ndarray'): lambda: None, ('numpy', 'dtype'): lambda: lambda *args: _Kind(*args),
+    ('_codecs', 'encode'): lambda: lambda text, _: text.encode('latin1')}
+for _core in 'core', '_core':
+    _ALLOWED[f'numpy.{_core}.multiarray', '_reconstruct'] = lambda: lambda *_: _Array()
+    _ALLOWED[f'numpy.{_core}.numeric', '_frombuffer'] = lambda: lambda *args: _Array()._set(*args)
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler of numpy arrays and plain values."""
+    """An unpickler of numpy arrays of integers, as _Arrays, and plain values."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f'it refers to {module}.{name}')
-        return super().find_class(module, name)
+        return _ALLOWED[module, name]()
 
 
 def read_binary(path: PathLike) -> tuple[np.ndarray, np.ndarray]:
@@ -57,14 +90,22 @@ def read_pickled(path: PathLike) -> tuple[np.ndarray, np.ndarray]:
         with open(path, 'rb') as file:
             found = _Unpickler(file, encoding='bytes').load()
         values = {name.decode() if isinstance(name, bytes) else name: value for name, value in found.items()}
-        images, labels = np.asarray(values['data']), np.asarray(values['labels'])
+        images, labels = (np.asarray(one.value if isinstance(one, _Array) else one)
+                          for one in (values['data'], values['labels']))
     except Exception as error:          # a damaged pickle raises nearly anything
-        reason = str(error) or type(error).__name__
+        reason = str(error)[:200] or type(error).__name__
         raise UserError(f'{path}: is no pickled batch of CIFAR-10 ({reason}); get the file again') from None
-    if images.dtype != np.uint8 or images.ndim != 2 or images.shape[1] != PIXELS or labels.shape != images.shape[:1]:
-        raise UserError(f'{path}: has images {images.shape} of {images.dtype} and labels {labels.shape}, expected '
-                        f'(N, {PIXELS}) of uint8 and (N,); get the file again')
+    if (images.dtype != np.uint8 or images.ndim != 2 or images.shape[1] != PIXELS or not len(images)
+            or labels.shape != images.shape[:1] or labels.dtype.kind not in 'iu'):
+        raise UserError(f'{path}: has images {images.shape} of {images.dtype} and labels {labels.shape} of {labels.dtype}, '
+                        f'expected (N, {PIXELS}) of uint8 and (N,) of integers; get the file again')
+    if labels.min() < 0 or labels.max() >= len(CLASSES):
+        raise _wrong_label(path, labels.min() if labels.min() < 0 else labels.max())
     return images, labels.astype(np.uint8)
+
+
+def _wrong_label(path: PathLike, label: int) -> UserError:
+    return UserError(f'{path}: has a label {label}, expected 0 to {len(CLASSES) - 1}; get the file again')
 
 
 def load(data_dir: PathLike | None = None, train: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +125,7 @@ def load(data_dir: PathLike | None = None, train: bool = True) -> tuple[np.ndarr
             parts = [read(path) for path in paths]
             for path, (_, labels) in zip(paths, parts, strict=True):
                 if labels.max() >= len(CLASSES):
-                    raise UserError(f'{path}: has a label {labels.max()}, expected 0 to {len(CLASSES) - 1}; get the file again')
+                    raise _wrong_label(path, labels.max())
             images, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
             return images, labels
     searched = ' or '.join(map(str, locate.directories(data_dir)))

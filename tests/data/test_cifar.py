@@ -53,12 +53,28 @@ def test_a_pickle_with_anything_but_arrays_is_not_opened(tmp_path, capsys):
     assert capsys.readouterr().out == ''
 
 
-def test_arrays_pickled_by_any_protocol_are_read(tmp_path):
+def test_a_pickled_dtype_whose_state_is_damaged_is_refused(tmp_path):
+    """numpy itself ends the process when it unpickles this one."""
+    array = pickle.dumps(np.zeros((1, 3072), np.uint8), 2)
+    state = array.index(b'(K\x03X\x01\x00\x00\x00|q')
+    end = array.index(b'b', state)
+    damaged = array[:state] + b'(K\x03X\x01\x00\x00\x00|NJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb' + array[end + 1:]
+    assert array[state:end].count(b'N') == 3
+    (tmp_path / 'batch').write_bytes(damaged)
+    with pytest.raises(UserError, match='batch: is no pickled batch of CIFAR-10'):
+        cifar.read_pickled(tmp_path / 'batch')
+    (tmp_path / 'batch').write_bytes(pickle.dumps({'data': np.zeros(3, object), 'labels': [1]}))
+    with pytest.raises(UserError, match='batch: is no pickled batch of CIFAR-10 .it has an array of O8.; get'):
+        cifar.read_pickled(tmp_path / 'batch')
+
+
+def test_arrays_of_any_integers_pickled_by_any_protocol_are_read(tmp_path):
     images, labels = images_of(0, 2)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        (tmp_path / 'batch').write_bytes(pickle.dumps({'data': images, 'labels': labels}, protocol))
-        found = cifar.read_pickled(tmp_path / 'batch')
-        assert (found[0] == images).all() and (found[1] == labels).all()
+        for pixels, kind in ((images, '>i2'), (np.asfortranarray(images), 'i8'), (images, 'u1')):
+            (tmp_path / 'batch').write_bytes(pickle.dumps({'data': pixels, 'labels': labels.astype(kind)}, protocol))
+            found = cifar.read_pickled(tmp_path / 'batch')
+            assert (found[0] == images).all() and (found[1] == labels).all() and found[1].dtype == np.uint8
 
 
 @pytest.mark.parametrize('change, error', [
@@ -69,7 +85,12 @@ def test_arrays_pickled_by_any_protocol_are_read(tmp_path):
     (lambda folder: (folder / 'data_batch_1').write_bytes(b'x'), 'CIFAR-10 is incomplete, data_batch_2, .* missing'),
     (lambda folder: [(folder / name).write_bytes(b'x') for name in cifar.TRAIN], 'data_batch_1: is no pickled batch'),
     (lambda folder: [(folder / name).write_bytes(pickle.dumps({'data': np.zeros((2, 5), np.uint8), 'labels': [1, 2]}))
-                     for name in cifar.TRAIN], r'data_batch_1: has images \(2, 5\) of uint8 and labels \(2,\), expected'),
+                     for name in cifar.TRAIN], r'data_batch_1: has images \(2, 5\) of uint8 and labels \(2,\) of int64, exp'),
+    *((lambda folder, labels=labels: [(folder / name).write_bytes(pickle.dumps(
+        {'data': np.zeros((len(labels), 3072), np.uint8), 'labels': labels})) for name in cifar.TRAIN], f'_1: {error}')
+      for labels, error in (([1, 256], 'has a label 256, expected 0 to 9'), ([3, -1], 'has a label -1, expected'),
+                            ([1.5], r'has images .* labels \(1,\) of float64, expected .* of integers'),
+                            ([], r'has images \(0, 3072\) of uint8'))),
 ])
 def test_damaged_files_are_named(change, error, tmp_path):
     write_binary(tmp_path, 2)
