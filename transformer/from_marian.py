@@ -206,6 +206,7 @@ def _read_hub(folder):
 
 
 def _read_marian(folder, path):
+    import tokenize
     import zipfile
     import zlib
 
@@ -213,8 +214,11 @@ def _read_marian(folder, path):
     try:
         with np.load(path) as archive:
             tensors = dict(archive)
+        if other := next((name for name, tensor in tensors.items() if not isinstance(tensor, np.ndarray)), None):
+            raise ValueError(f'{other} is no array')
         text = bytes(tensors.pop('special:model.yml').astype(np.uint8)).rstrip(b'\0').decode()
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, TypeError, OverflowError, KeyError, EOFError, NotImplementedError, MemoryError,
+            zipfile.BadZipFile, zlib.error, tokenize.TokenError) as error:          # also of damaged headers
         raise UserError(f'{path}: not the weights of a Marian model ({type(error).__name__}: {error}); '
                         'get the file again') from error
     config = _yaml(path, text)
@@ -288,8 +292,8 @@ def _of(path, config, name, below=None):
     least = 1 if below is None else 0
     if not isinstance(value, int) or value < least or below is not None and value >= below:
         upper = '' if below is None else f' and below {below}, the size of the vocabulary'
-        raise UserError(f'{path}: {name} {_shown(value)}: expected a whole number of at least {least}{upper}; get the file '
-                        'again')
+        raise UserError(f'{path}: {name} {_shown(value)}: expected a whole number of at least {least}{upper}; '
+                        'get the file again')
     return value
 
 

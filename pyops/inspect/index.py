@@ -39,7 +39,12 @@ class Index:
     def _files(self) -> dict[str, list[Any]]:
         """path relative to the folder -> [version, {name: item}]"""
         content = cache.read(self._kind, self._key) if self._key else None
-        return json.loads(bytes(content)) if content else {}
+        try:
+            found = json.loads(bytes(content)) if content else {}
+        except (ValueError, RecursionError):        # of another program
+            return {}
+        return {file: known for file, known in found.items() if isinstance(known, list) and len(known) == 2
+                and isinstance(known[1], dict)} if isinstance(found, dict) else {}
 
     def find(self, file: str, status: os.stat_result, name: str) -> Any:
         """Return an item of a file, None if it is unknown or the file has changed."""

@@ -30,6 +30,19 @@ from typing import NamedTuple
 
 import numpy as np
 from conftest import ROOT
+from fuzz_readers import (
+    cifar_files,
+    corpus_caches,
+    indexes,
+    marian_folders,
+    recipes_of_layers,
+    run_cifar,
+    run_corpus_cache,
+    run_index,
+    run_marian,
+    run_recipe_file,
+    run_test_set,
+)
 from mutators import (
     LARGEST,
     any_of,
@@ -142,6 +155,7 @@ def _run_idx(path):
 
 
 TEXT = 'Go now.\tVa maintenant.\nHe “sleeps”.\tIl dort.\tCC-BY\n\nCan\u2019t we go?\tNe pouvons-nous pas y aller ?\n'.encode()
+TEST_SET = b'eng\tfra\tHe sings.\tIl chante.\n\neng\tfra\tHe sings.\tIl est chanteur.\neng\tfra\tGo now.\tVa !\n'
 
 
 def _corpora(folder):
@@ -514,6 +528,18 @@ TARGETS = {
     'recipe': Target(lambda folder: [text.encode() for text in RECIPES],
                      any_of(words(*formats.FORMATS, 'fwd', 'wgrad', 'attn.q', 'round', 'scale', 'block', 'hadamard', '1x32')),
                      _run_text, in_memory=True),
+    'recipe_file': Target(recipes_of_layers, any_of(changed_json, words(*formats.FORMATS, 'fwd', 'dgrad.g', 'delayed', 'elem')),
+                          run_recipe_file, in_memory=True),
+    'marian': Target(marian_folders,
+                     any_of(in_folder({'.json': any_of(changed_json), '.safetensors': any_of(changed_safetensors),
+                                       '.npz': in_zip(changed_npy, words('type', ': ', '[', '*a', '&a')),
+                                       '.yml': words('"', ': ', '[', '*a', '&a', '\n'), '': any_of()})),
+                     _in_its_folder(run_marian)),
+    'cifar': Target(cifar_files, any_of(changed_pickle), run_cifar),
+    'test_set': Target(lambda folder: [*_corpora(folder), TEST_SET, gzip.compress(TEST_SET, mtime=0)],
+                       any_of(unpacked(words('\t', '\n', 'eng', 'fra')), in_zip(words('\t', '\n'))), run_test_set),
+    'index': Target(indexes, any_of(changed_json), run_index),
+    'cache': Target(corpus_caches, any_of(), run_corpus_cache),
     'request': Target(lambda folder: _applications() and REQUESTS, any_of(_changed_body, _changed_body, words(*_FIELDS)),
                       _run_request, in_memory=True),
     'command': Target(_command_lines, any_of(_changed_line), _run_line, in_memory=True)}
