@@ -11,8 +11,11 @@ from conftest import ROOT
 import pyops
 from pyops import action_file, cache, checkpoint
 from pyops.errors import UserError
+from pyops.inspect import writer
 from pyops.inspect.logs import Logs
+from pyops.inspect.readers import list_tensors, read
 from pyops.steplog import Timeline
+from pyops.text import mapped
 from pyops.text.corpus import Corpus
 from pyops.text.mapped import Packed
 from seq2seq import train, translate
@@ -20,11 +23,16 @@ from seq2seq import train, translate
 GOLDEN = ROOT / 'tests' / 'golden'
 CHECKPOINTS = sorted(GOLDEN.glob('checkpoint_*'))
 TRANSFORMERS = sorted(GOLDEN.glob('transformer_*'))
+SAVED = np.arange(6, dtype=np.float32).reshape(2, 3)        # by numpy and PyTorch
 SENTENCES = 'Go on.', 'Help me!', 'I am well.'
 
 
 def test_there_is_a_file_of_every_version():
-    assert [path.name for path in CHECKPOINTS] == [f'checkpoint_{n + 1}' for n in range(checkpoint.VERSION)]
+    packed = int(mapped.FORMAT.rpartition('-')[2])
+    for name, version in (('checkpoint_{}', checkpoint.VERSION), ('dump_{}', writer.VERSION), ('packed_{}_bpe', packed),
+                          ('dump_{}_pt', writer.VERSION), ('action_{}.safetensors', action_file.VERSION)):
+        found = {path.name for path in GOLDEN.glob(name.format('*'))}
+        assert found >= {name.format(number + 1) for number in range(version)}, found
     assert f'transformer_{checkpoint.VERSION}' in [path.name for path in TRANSFORMERS]
     listed = (GOLDEN / 'README.md').read_text()
     assert all(f'`{path.name}`' in listed for path in GOLDEN.iterdir() if path.name != 'README.md')
@@ -57,6 +65,23 @@ def test_a_checkpoint_translates_as_it_did_and_is_trained_further(folder, tmp_pa
     train.main(['-f', str(GOLDEN / 'pairs.txt'), '-e', str(epochs), '-c', str(tmp_path / 'run'), '--threads', '1'])
     newest = checkpoint.find(tmp_path / 'run', serving=True)
     assert newest.state['run']['epoch'] == epochs and newest.path != str(path)
+
+
+def test_a_dump_in_the_format_of_pytorch_is_read_without_pytorch():
+    logs = Logs(GOLDEN / 'dump_1_pt')
+    x, weight = logs.entries
+    assert [(entry.name, entry.format, entry.step) for entry in logs.entries] == [('input', 'hifp8', 5), ('weight', 'fp32', 5)]
+    assert (x.load() == np.random.default_rng(0).standard_normal((3, 2, 4)).astype('f')).all() and not logs.skipped
+    assert weight.load().tolist() == SAVED.tolist() and logs.mask(x).sum() == 5
+
+
+@pytest.mark.parametrize('file, tensors', [
+    ('numpy_2.npy', {'': SAVED}), ('fortran_big_endian.npy', {'': SAVED}),
+    ('torch_1.pt', {'x': SAVED, 'half': SAVED.T, 'bf16': SAVED}), ('torch_2.pt', {'x': SAVED, 'half': SAVED.T, 'bf16': SAVED})])
+def test_arrays_saved_by_numpy_and_pytorch_are_read(file, tensors):
+    path = str(GOLDEN / 'saved' / file)
+    found = {key: read(path, key) for key, *_ in list_tensors(path)}
+    assert {key: values.tolist() for key, values in found.items()} == {key: values.tolist() for key, values in tensors.items()}
 
 
 def test_a_dump_is_read():
