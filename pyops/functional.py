@@ -41,7 +41,6 @@ from pyops.ops import (
     Linear,
     LinearCrossEntropy,
     MaxPool2d,
-    ReLU,
     Residual,
     SiLU,
 )
@@ -50,7 +49,7 @@ from pyops.ops.convolution import pair, sizes_of, transposed_sizes
 from pyops.ops.double import Convolve, ConvolveTransposed, NormalCDF, PoolMaxima, PoolMeans
 from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
-from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
+from pyops.ops.reductions import LogSoftmax, LogSumExp, Mean, Softmax, Sum
 from pyops.ops.shapes import BroadcastTo, GetItem, Pad, Permute, Place, Reshape
 
 if TYPE_CHECKING:
@@ -109,8 +108,7 @@ def _check_inplace(who: str, inplace: bool) -> None:
 def relu(x: Numbers, inplace: bool = False) -> Tensor:
     """Return max(x, 0), elementwise.  inplace: False; ValueError for True, here and in the functions below."""
     _check_inplace('relu', inplace)
-    x = tensor(x)
-    return x.maximum(0.0) if _is_double(x) else apply(ReLU, x)
+    return tensor(x).relu()
 
 
 def silu(x: Numbers, inplace: bool = False) -> Tensor:
@@ -312,7 +310,7 @@ def prod(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     return tensor(x).prod(axis, keepdims)
 
 
-def norm(x: Numbers, ord: float = 2, axis: Axis = None, keepdims: bool = False) -> Tensor:
+def norm(x: Numbers, ord: float | str = 2, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord)."""
     return tensor(x).norm(ord, axis, keepdims)
 
@@ -356,12 +354,12 @@ def gather(x: Numbers, axis: int, index: Numbers) -> Tensor:
 
 def max(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the maximum.  Equal maxima share the gradient equally."""
-    return apply(Max, tensor(x), axis=axis, keepdims=keepdims)
+    return tensor(x).max(axis, keepdims)
 
 
 def min(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the minimum.  Equal minima share the gradient equally."""
-    return apply(Min, tensor(x), axis=axis, keepdims=keepdims)
+    return tensor(x).min(axis, keepdims)
 
 
 def logsumexp(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -460,7 +458,7 @@ def pad(x: Numbers, widths: Sequence[int] | Sequence[tuple[int, int]], mode: str
     """Pad x at both ends of its axes with `value`, 0 if None.
 
     widths: (before, after) of the last axis, then of the one before it, ..., flat as in PyTorch: (1, 2, 3, 4); or as in numpy
-    one pair per axis: ((3, 4), (1, 2))
+    one pair per axis: ((3, 4), (1, 2)).  Negative ones remove elements
     mode: 'constant'; or with elements of x: 'replicate' repeats the outermost, 'reflect' mirrors x at it, 'circular' continues
     with the other end of x
     """
@@ -476,8 +474,13 @@ def pad(x: Numbers, widths: Sequence[int] | Sequence[tuple[int, int]], mode: str
         pairs = [(0, 0)] * (x.ndim - len(given) // 2) + list(zip(given[::2], given[1::2], strict=True))[::-1]
     else:
         pairs = [tuple(pair) for pair in given]
-    if len(pairs) != x.ndim or any(n < 0 for pair in pairs for n in pair):
-        raise ValueError(f'pad: expected widths of at least 0 for the {x.ndim} axes of {x.shape}, got {given}')
+    if len(pairs) != x.ndim or any(n + builtins.min(a, 0) + builtins.min(b, 0) < 0
+                                   for n, (a, b) in zip(x.shape, pairs, strict=False)):
+        raise ValueError(f'pad: expected a pair of widths for each axis of {x.shape} that removes at most its elements, '
+                         f'got {given}')
+    if any(n < 0 for pair in pairs for n in pair):
+        x = x[tuple(slice(builtins.max(-a, 0), n + builtins.min(b, 0)) for n, (a, b) in zip(x.shape, pairs, strict=True))]
+        pairs = [(builtins.max(a, 0), builtins.max(b, 0)) for a, b in pairs]
     if mode == 'constant':
         return apply(Pad, x, widths=tuple(pairs), value=0.0 if value is None else value)
     for axis, (before, after) in enumerate(pairs):
@@ -818,7 +821,7 @@ def scaled_dot_product_attention(query: Numbers, key: Numbers, value: Numbers, a
     attn_mask (..., L, S): bool, int or a comparison of Tensors, 0 where a query may not attend to a key; or float32, added to
     the scores.  dropout_p: probability of dropping a weight, also in evaluation, as in PyTorch.  is_causal: query i attends
     to keys 0 to i.  scale: None: 1 / sqrt(E).  enable_gqa: a head of key and value serves several heads, axis -3, of query.
-    The result is (..., L, V).
+    The result is (..., L, V); 0 for a query that may attend to no key.
     """
     if isinstance(dropout_p, bool) or not 0 <= dropout_p <= 1:
         raise ValueError(f'scaled_dot_product_attention: dropout_p: expected a number from 0 to 1, got {dropout_p}; pass '
@@ -834,12 +837,17 @@ def scaled_dot_product_attention(query: Numbers, key: Numbers, value: Numbers, a
     if is_causal:
         allowed = np.tril(np.ones((q.shape[-2], k.shape[-2]), bool))
         scores = scores + Tensor(np.where(allowed, 0.0, -np.inf), device=q.device)
-    if attn_mask is not None:
-        mask = tensor(attn_mask, q)
-        if mask.dtype.kind != 'f':
-            mask = Tensor(np.where(mask.numpy(), 0.0, -np.inf), device=q.device)
-        scores = scores + mask
-    return dropout(softmax(scores), dropout_p) @ v
+    if attn_mask is None:
+        return dropout(softmax(scores), dropout_p) @ v
+    mask = tensor(attn_mask, q)
+    if mask.dtype.kind != 'f':
+        mask = Tensor(np.where(mask.numpy(), 0.0, -np.inf), device=q.device)
+    scores = scores + mask
+    if is_interpreted():
+        return dropout(softmax(scores), dropout_p) @ v
+    masked = scores.detach().max(-1, keepdims=True) == -np.inf          # without a key, softmax would be NaN
+    weights = where(masked, 0.0, softmax(where(masked, 0.0, scores)))
+    return dropout(weights, dropout_p) @ v
 
 
 def conv2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,

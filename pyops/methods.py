@@ -108,6 +108,11 @@ def _squeezed(shape: Shape, axis: Axis) -> Shape:
     return tuple(n for d, n in enumerate(shape) if n != 1 or d not in axes)
 
 
+def softmax_axes(axis: Axis, ndim: int) -> Axis:
+    """Return the axes of a softmax; those of an array of shape (), also given as 0 or -1, as in PyTorch, are none."""
+    return () if not ndim and axis in (0, -1) else as_axes(axis)
+
+
 def flipped_axes(axes: tuple[Any, ...], axis: Axis, ndim: int) -> Shape:
     """Return the axes of x.flip(*axes) or x.flip(axis=axis): all if neither is given."""
     given = as_axes(axis) if axes in ((), (None,)) else several(axes)
@@ -142,6 +147,7 @@ class Methods:
         _operand: Callable[..., Any]
         _function: Callable[..., Any]
         _moved: Callable[..., Any]
+        _put_at: Callable[..., Any]
         take_rows: Callable[..., Any]
         reshape: Callable[..., Any]
         permute: Callable[..., Any]
@@ -227,9 +233,10 @@ class Methods:
         return 1.0 / self
 
     def sign(self) -> Self:
-        """Return 1, 0 or -1 in the dtype of x.  It has no gradient."""
+        """Return 1, 0 or -1 in the dtype of x; NaN for NaN.  It has no gradient."""
         x = self._plain()
-        return self._constant(((x > 0) * 1 - (x < 0) * 1).astype(self.dtype))
+        signs = ((x > 0) * 1 - (x < 0) * 1).astype(x.dtype)
+        return self._constant(signs if x.dtype.kind != 'f' else signs / (x == x))       # 0 / 0 for NaN
 
     def round(self, decimals: int = 0) -> Self:
         """Return x rounded to a number of decimals, halves to even, without a gradient."""
@@ -373,6 +380,29 @@ class Methods:
         """Return matrices (..., M, N) with zeros below diagonal k."""
         return self._function('where')(~np.tri(*self.shape[-2:], k=k - 1, dtype=bool), self, 0)
 
+    def put(self, indices: Numbers, values: Numbers) -> None:
+        """Set the elements at these positions of the flattened array, in place: np.put.  Values are repeated if there are
+        fewer than positions; of equal positions the last counts.  IndexError for a position outside."""
+        at = _numpy(indices).reshape(-1)
+        if at.size and (at.dtype.kind not in 'iu' or at.min() < -self.size or at.max() >= self.size):
+            raise IndexError(f'put: indices: expected integers from {-self.size} to {self.size - 1}, got {at.tolist()}')
+        values = self._operand(values)
+        if isinstance(values, Methods) and values.ndim:
+            values = values.reshape(-1).take_rows(np.arange(at.size) % max(values.size, 1))
+        self._put_at(at.astype(np.int64) % max(self.size, 1), values)
+
+    def _element(self, index: tuple[Any, ...]) -> Self:
+        """Return the element at a position of the flattened array, or at an index for each axis."""
+        index = several(index)
+        if len(index) == 1 and self.ndim != 1:
+            at, = index
+            if not -self.size <= at < self.size:
+                raise IndexError(f'item: index {at} is out of bounds for size {self.size}')
+            index = np.unravel_index(at % self.size, self.shape)
+        if len(index) != self.ndim:
+            raise ValueError(f'item: expected one index, or one for each of {self.ndim} axes, got {index}')
+        return self[tuple(index)]
+
     def __contains__(self, value: Any) -> bool:
         return bool((self._plain() == _plain(value)).any().item())
 
@@ -390,12 +420,16 @@ class Methods:
 
     @accepts_torch_names
     def max(self, axis: Axis = None, keepdims: bool = False) -> Self:
-        """Return the maximum over axes; NaN if there is one."""
+        """Return the maximum over axes; NaN if there is one.  x.max(y) of an array y is x.maximum(y), as in PyTorch."""
+        if isinstance(axis, Methods):
+            return self.maximum(axis)
         return self._reduced('max', as_axes(axis), keepdims)
 
     @accepts_torch_names
     def min(self, axis: Axis = None, keepdims: bool = False) -> Self:
-        """Return the minimum over axes; NaN if there is one."""
+        """Return the minimum over axes; NaN if there is one.  x.min(y) of an array y is x.minimum(y), as in PyTorch."""
+        if isinstance(axis, Methods):
+            return self.minimum(axis)
         return self._reduced('min', as_axes(axis), keepdims)
 
     amax, amin = max, min
@@ -439,14 +473,26 @@ class Methods:
         return self.max(axis, keepdims) - self.min(axis, keepdims)
 
     @accepts_torch_names
-    def norm(self, ord: float = 2, axis: Axis = None, keepdims: bool = False, p: float | None = None) -> Self:
-        """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord); ord inf: the largest absolute value.
-        p: PyTorch's name of ord."""
+    def norm(self, ord: float | str = 2, axis: Axis = None, keepdims: bool = False, p: float | str | None = None) -> Self:
+        """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord).
+
+        ord inf: the largest absolute value; -inf: the smallest; 0: the number of elements that are not 0; 'fro': 2.
+        p: PyTorch's name of ord.
+        """
         ord = ord if p is None else p
-        if ord == math.inf:
-            return abs(self).max(axis, keepdims)
+        ord = 2 if ord in (None, 'fro') else ord
+        if not isinstance(ord, int | float | np.integer | np.floating):
+            raise ValueError(f"norm: ord: expected a number or 'fro', got {ord!r}; np.linalg.norm(x.numpy(), ord) has others")
+        if abs(ord) == math.inf:
+            return abs(self).max(axis, keepdims) if ord > 0 else abs(self).min(axis, keepdims)
+        if ord == 0:
+            return self._function('where')(self._plain() != 0, 1.0, self * 0).sum(axis, keepdims)      # its gradient is 0
         if ord == 1:
             return abs(self).sum(axis, keepdims)
+        return self._power_norm(float(ord), as_axes(axis), keepdims)
+
+    def _power_norm(self, ord: float, axis: Axis, keepdims: bool) -> Self:
+        """Return the norm for any other number `ord`."""
         if ord == 2:
             return (self * self).sum(axis, keepdims).sqrt()
         return (abs(self) ** ord).sum(axis, keepdims) ** (1 / ord)
@@ -471,6 +517,7 @@ class Methods:
     def argmin(self, axis: int | None = None, keepdims: bool = False) -> Self:
         """Return the index of the minimum, int32, the first of equals; NaN counts as smallest."""
         x = self._plain()
+        x = x * 1 if x.is_mask else x
         return self._constant((-x if x.dtype.kind == 'f' else -x - 1).argmax(axis, keepdims=keepdims))
 
     @accepts_torch_names
@@ -483,12 +530,14 @@ class Methods:
     @accepts_torch_names
     def softmax(self, axis: Axis = -1) -> Self:
         """Return e^x / sum(e^x) along axes, without overflow."""
+        axis = softmax_axes(axis, self.ndim)
         e = (self - bounded(self.max(axis, keepdims=True))).exp()
         return e / e.sum(axis, keepdims=True)
 
     @accepts_torch_names
     def log_softmax(self, axis: Axis = -1) -> Self:
         """Return log(softmax(x)) along axes."""
+        axis = softmax_axes(axis, self.ndim)
         below = self - bounded(self.max(axis, keepdims=True))
         return below - below.exp().sum(axis, keepdims=True).log()
 
@@ -601,8 +650,17 @@ class Methods:
             tuple(rep * size for rep, size in zip(reps, shape, strict=True)))
 
     @accepts_torch_names
-    def roll(self, shift: int, axis: int | None = None) -> Self:
-        """Move the elements by `shift` along an axis; those that leave at the end enter at the start.  None: flattened."""
+    def roll(self, shift: int | Sequence[int], axis: Axis = None) -> Self:
+        """Move the elements by `shift` along an axis; those that leave at the end enter at the start.  None: flattened.
+        Several axes: by shift along each, or by one of as many shifts."""
+        if isinstance(shift, tuple | list) or isinstance(axis, tuple | list):
+            shifts, axes = (value if isinstance(value, tuple | list) else (value,) for value in (shift, axis))
+            if len(shifts) != len(axes) and 1 not in (len(shifts), len(axes)):
+                raise ValueError(f'roll: shift: expected one number, or one for each of {len(axes)} axes, got {shift}')
+            y, many = self, max(len(shifts), len(axes))
+            for by, d in zip(many // len(shifts) * tuple(shifts), many // len(axes) * tuple(axes), strict=True):
+                y = y.roll(by, d)
+            return y
         x, d = self._along(axis)
         n = x.shape[d]
         return x[(slice(None),) * d + ((np.arange(n) - shift) % max(n, 1),)].reshape(self.shape)

@@ -26,7 +26,17 @@ from pyops.backend.numpy_device import Numpy
 from pyops.backend.recorded import recorded
 from pyops.environment import backend_name
 from pyops.errors import UserError
-from pyops.methods import DEVICE_NAMES, Methods, accepts_torch_names, accepts_tuple, as_axes, flipped_axes, normal_axes, several
+from pyops.methods import (
+    DEVICE_NAMES,
+    Methods,
+    accepts_torch_names,
+    accepts_tuple,
+    as_axes,
+    flipped_axes,
+    normal_axes,
+    several,
+    softmax_axes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -42,10 +52,9 @@ FLOAT, INT, DOUBLE, BOOL = (np.dtype(kind) for kind in (np.float32, np.int32, np
 _INT_RANGE = range(-2**31, 2**31)
 _NUMBERS, _FLOATS = (int, float, np.integer, np.floating, np.bool_), (float, np.floating)
 _COMPARISONS = frozenset(('equal', 'not_equal', 'less', 'less_equal', 'greater', 'greater_equal'))
-# Ops on two masks: the first return a mask, as for bools in numpy; a sum or difference could be a mask or row numbers.
+# Ops on two masks, as for bools in numpy: the first return a mask, a sum is their union, a difference an error.
 _KEEPS_MASKS, _MIXES_MASKS = frozenset(('multiply', 'maximum', 'minimum')), frozenset(('add', 'subtract'))
 _BASIC = frozenset((int, slice, type(None), type(Ellipsis)))        # types of indices that select a view
-_UNSURE = -1            # Buffer.mask of such a sum or difference; never a version
 _new_object, _index = object.__new__, operator.index
 
 
@@ -301,8 +310,11 @@ class NDArray(Array, Methods):
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device.dlpack_device
 
-    def item(self) -> Any:
-        """Return the only element as a Python number.  Raises ValueError for another size."""
+    def item(self, *index: Any) -> Any:
+        """Return the only element as a Python number; or the one at a position of the flattened array, or at an index for
+        each axis.  Raises ValueError for another size."""
+        if index:
+            return self._element(index).item()
         if self.size != 1:
             raise ValueError(f'can only convert an array of size 1 to a number, got shape {self.shape}')
         if self.buffer.device is backend.HOST and self.buffer.pointer is not None:
@@ -578,13 +590,13 @@ class NDArray(Array, Methods):
                 return
             index = plain_index(index)
             if backend.is_recorded() or not _small_put(self, numpy_index(index), value):
-                self.put(positions(index, self.shape), value)
+                self._put_at(positions(index, self.shape), value)
             return
         part = self if index is Ellipsis else NDArray(self.buffer, *self._select(index), self.dtype)
         if self.buffer.mask is not None or not _small_assign(part, value):
             part._assign(value)
 
-    def put(self, at: np.ndarray, value: Any) -> None:
+    def _put_at(self, at: np.ndarray, value: Any) -> None:
         """self.reshape(-1)[at] = value, for a numpy array of positions in the flattened array; of equal ones the last
         counts."""
         self._check_writable()
@@ -668,13 +680,13 @@ class NDArray(Array, Methods):
             return y
         if self.dtype is INT and op == 'floor':
             return self.copy()
+        if op == 'negate' and self.is_mask:
+            raise TypeError('-: a mask has no negative; use ~mask for its inverse, -mask.astype(int) for numbers')
         x = self.astype(FLOAT) if self.dtype is INT and op not in ('negate', 'abs') else self
         device = x.buffer.device
         y = _new(x.shape, x.dtype, device, op)
         device.unary(op, y, x)
-        if op in ('negate', 'abs') and x.is_mask:
-            y.buffer.mask = _UNSURE if op == 'negate' else y.buffer.version
-        return y
+        return _as_mask(y) if op == 'abs' and x.is_mask else y
 
     def _binary(self, op: str, other: Any) -> NDArray:
         y = _SMALL_BINARY[op](self, other) if type(other) is NDArray else _SMALL_SCALAR[op](self, other, False)
@@ -689,6 +701,10 @@ class NDArray(Array, Methods):
                 return NotImplemented
         a, b = (other, self) if reflected else (self, other)
         both_masks = a.buffer.mask is not None and a.is_mask and b.is_mask
+        if both_masks and op in _MIXES_MASKS:
+            if op == 'subtract':
+                raise TypeError('-: expected numbers, got two masks; use a ^ b or a & ~b, or a.astype(int) for numbers')
+            return a._logical('or', b)
         device = a.buffer.device
         if device is not b.buffer.device:
             _same_device(a, b)
@@ -699,11 +715,7 @@ class NDArray(Array, Methods):
                 return y
         y = _new(a.shape if a.shape == b.shape else broadcast_shape(a.shape, b.shape), a.dtype, device, op)
         device.binary(op, y, a, b)
-        if op in _COMPARISONS or op in _KEEPS_MASKS and both_masks:
-            return _as_mask(y)
-        if op in _MIXES_MASKS and both_masks:
-            y.buffer.mask = _UNSURE
-        return y
+        return _as_mask(y) if op in _COMPARISONS or op in _KEEPS_MASKS and both_masks else y
 
     def _scalar(self, op: str, value: Any, reflected: bool, y: NDArray | None = None) -> NDArray:
         x = self
@@ -737,6 +749,9 @@ class NDArray(Array, Methods):
             if other is NotImplemented:
                 return NotImplemented
         _same_device(self, other)
+        if op in _MIXES_MASKS | _KEEPS_MASKS and self.is_mask and other.is_mask:
+            self[...] = self._binary_of_any(op, other)
+            return self
         if self.dtype is INT and (other.dtype is not INT or op == 'divide'):
             raise TypeError(f'{op}: an int32 array cannot hold the float32 result; use astype first')
         if other.shape != self.shape and broadcast_shape(self.shape, other.shape) != self.shape:
@@ -938,7 +953,7 @@ class NDArray(Array, Methods):
                                    'after the recording')
             return array(array(self.stored(), self.dtype, cpu())._sorting(axis, descending), device=self.device)
         x = self.moveaxis(axis, -1)._cast(DOUBLE)
-        x = (x if not descending else -x).compact()
+        x = (x if not descending else x * -1.0).compact()        # a mask of float64 has no negative
         y = _new(x.shape, INT, self.device, 'argsort')
         if y.size:
             shape = math.prod(x.shape[:-1]), x.shape[-1]
@@ -967,6 +982,11 @@ class NDArray(Array, Methods):
         """Return the slices along an axis, without that axis: views."""
         d, = normal_axes(axis, self.ndim)
         return tuple(self[(slice(None),) * d + (i,)] for i in range(self.shape[d]))
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> NDArray:
+        """Return a copy with the axes from start_dim to end_dim merged; reshape and ravel return a view if possible."""
+        y = super().flatten(start_dim, end_dim)
+        return y.copy() if y.buffer is self.buffer else y
 
     def bits_of(self) -> NDArray:
         """Return an int32 view of the bits; of float64 with a last axis of 2."""
@@ -1057,7 +1077,7 @@ def _along(op: str, axis: Axis, *arrays: NDArray) -> NDArray:
     """Return softmax or log_softmax (op) of x along axes, or for arrays dy and y its gradient.  A kernel takes one axis of
     compact arrays, so adjacent axes are merged, and other axes are moved to the end."""
     x = arrays[0]
-    axes, ndim = sorted(normal_axes(as_axes(axis), x.ndim)), x.ndim
+    axes, ndim = sorted(normal_axes(softmax_axes(axis, x.ndim), x.ndim)), x.ndim
     if axes and axes != list(range(axes[0], axes[-1] + 1)):
         order = [*(d for d in range(ndim) if d not in axes), *axes]
         y = _along(op, tuple(range(ndim - len(axes), ndim)), *(a.permute(order) for a in arrays))
@@ -1148,7 +1168,8 @@ def _is_boolean(value: Any) -> bool:
 def mask_in(index: Index) -> np.ndarray | None:
     """Return an array or list used as an index as a numpy array of bools; None if it holds row numbers.
 
-    Raises IndexError if it was computed from masks and could be either, RuntimeError for a mask while a plan records.
+    Raises IndexError for a mask into which numbers were written, which could be either, RuntimeError for a mask while a plan
+    records.
     """
     if not isinstance(index, NDArray):
         found = np.asarray(index)
@@ -1156,7 +1177,7 @@ def mask_in(index: Index) -> np.ndarray | None:
     if index.buffer.mask is None:
         return None
     if not index.is_mask:
-        raise IndexError(f'the index of shape {index.shape} was computed from masks, or is a modified mask: it could be '
+        raise IndexError(f'the index of shape {index.shape} is a mask into which numbers were written: it could be '
                          'a mask or row numbers; use x[index != 0] to select, x[index * 1] for row numbers')
     if backend.is_recorded():
         raise RuntimeError(f'a mask of shape {index.shape} cannot select rows while a plan records: their number would depend '
@@ -1179,7 +1200,7 @@ def _is_array_index(item: Any) -> bool:
         return bool(item.shape) or item.buffer.mask is not None or item.dtype is not INT
     if isinstance(item, np.ndarray):
         return bool(item.shape) or item.dtype.kind not in 'iu'
-    return isinstance(item, list | bool | np.bool_ | Methods)
+    return isinstance(item, list | tuple | range | bool | np.bool_ | Methods)
 
 
 def plain_index(index: Any) -> Any:
@@ -1234,7 +1255,7 @@ def numpy_index(index: Index) -> Any:
     frozen."""
     if isinstance(index, tuple):
         return tuple(map(numpy_index, index))
-    if isinstance(index, list):
+    if isinstance(index, list | range):
         return np.asarray(index) if index else np.zeros(0, np.int64)
     if not isinstance(index, NDArray):
         return np.asarray(index).astype(bool) if getattr(index, 'is_mask', False) else index
@@ -1563,8 +1584,8 @@ def _where(condition: Any, a: Any, b: Any) -> NDArray:
 def einsum(subscripts: str, *operands: Numbers) -> NDArray:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
     pyops/contraction.py."""
-    from pyops.contraction import einsum
-    return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in operands))
+    from pyops.contraction import einsum, operands_of
+    return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in operands_of(operands)))
 
 
 @functools.partial(recorded, NDArray)

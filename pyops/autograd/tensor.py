@@ -124,8 +124,11 @@ class Tensor(Recorded, Methods):
         """Return a numpy array over the same memory; the tape does not notice changes to it."""
         return self.array.numpy()
 
-    def item(self) -> Any:
-        """Return the only element as a Python number.  Raises ValueError for several elements."""
+    def item(self, *index: Any) -> Any:
+        """Return the only element as a Python number; or the one at a position of the flattened array, or at an index for
+        each axis.  Raises ValueError for several elements."""
+        if index:
+            return self.array.item(*index)
         if self.size != 1:
             raise ValueError(f'item: expected a tensor of one element, got shape {self.shape}')
         return self.array.numpy().item()
@@ -223,7 +226,10 @@ class Tensor(Recorded, Methods):
         return mode.interpreter(operators.invert, (self,), {}) if mode.interpreter else wrap(~self.array, None)
 
     def relu(self) -> Tensor:
-        return apply(ReLU, self)
+        if mode.interpreter is None and self.dtype.kind in 'ib':            # the kernel takes float32 and bfloat16
+            return self.maximum(0)
+        is_double = mode.interpreter is None and self.array.dtype == np.float64
+        return where(self <= 0, 0.0, self) if is_double else apply(ReLU, self)
 
     def maximum(self, other: Numbers) -> Tensor:
         return apply(elementwise.Maximum, self, _operand(self, other))
@@ -238,6 +244,21 @@ class Tensor(Recorded, Methods):
 
     def _reduced(self, op: str, axis: Axis, keepdims: bool) -> Tensor:
         return apply(_REDUCTIONS[op], self, axis=axis, keepdims=keepdims)
+
+    def _power_norm(self, ord: float, axis: Axis, keepdims: bool) -> Tensor:
+        return apply(reductions.Norm, self, p=ord, axis=axis, keepdims=keepdims)
+
+    def clip(self, min: Any = None, max: Any = None) -> Tensor:
+        """Return x with elements below `min` replaced by `min`, and those above `max` by `max`.  None: no limit.
+        An element that equals a limit has the whole gradient, as in PyTorch."""
+        if not self.requires_grad or not mode.grad:
+            return super().clip(min, max)
+        if min is None and max is None:
+            raise ValueError('clip: expected min, max or both, got neither')
+        y = self if min is None else where(self < min, min, self)
+        return y if max is None else where(y > max, max, y)
+
+    clamp = clip
 
     @accepts_torch_names
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -340,12 +361,14 @@ class Tensor(Recorded, Methods):
         if value is NotImplemented:
             raise TypeError('expected numbers to assign, got an object of another type')
         if ndarray.is_advanced(index):
-            at = ndarray.positions(index, self.shape)
-            self._change(lambda: apply(shapes.Put, self, value, at=at),
-                         lambda array: array.put(at, getattr(value, 'array', value)), value)
+            self._put_at(ndarray.positions(index, self.shape), value)
             return
         self._change(lambda: apply(shapes.SetItem, self, value, index=index),
                      lambda array: array.__setitem__(index, getattr(value, 'array', value)), value)
+
+    def _put_at(self, at: np.ndarray, value: Any) -> None:
+        self._change(lambda: apply(shapes.Put, self, value, at=at),
+                     lambda array: array._put_at(at, getattr(value, 'array', value)), value)
 
     def _change(self, recorded: Callable[[], Tensor], in_place: Callable[[NDArray], Any], value: Any) -> Self:
         """Change this tensor in its memory if nothing is recorded; else replace it by the result of an op, so that values
@@ -417,8 +440,8 @@ def pad_axes(x: Tensor, widths: Any, value: float = 0) -> Tensor:
 def einsum(subscripts: str, *operands: Numbers) -> Tensor:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
     pyops/contraction.py."""
-    from pyops.contraction import einsum
-    return einsum(subscripts, *_tensors(operands))
+    from pyops.contraction import einsum, operands_of
+    return einsum(subscripts, *_tensors(operands_of(operands)))
 
 
 _UNARY = {op.__name__.lower(): op for op in (elementwise.Exp, elementwise.Log, elementwise.Sqrt, elementwise.Tanh,

@@ -345,7 +345,8 @@ def in_place(op):
 
     def run(y, x):
         is_number, buffer = x.__class__ in PYTHON_NUMBERS, y.buffer
-        if not is_number and x.__class__ is not y.__class__ or buffer.device is not HOST or state.hooked_thread is not None:
+        if (not is_number and x.__class__ is not y.__class__ or buffer.device is not HOST or state.hooked_thread is not None
+                or buffer.mask is not None and not copies):             # the general path decides about masks
             return False
         key = (y.shape, y.strides, y.dtype) if is_number else (y.shape, y.strides, y.dtype, x.shape, x.strides, x.dtype)
         call = calls.get(key, False)

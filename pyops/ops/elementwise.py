@@ -161,7 +161,7 @@ class Abs(ArrayOp):
 
     def backward(dy, ctx):
         x, = ctx
-        return dy * ((x > 0) - (x < 0))
+        return dy * ((x > 0) - (x < 0) * 1)
 
     reference, example = np.abs, one
 

@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 
-from pyops.methods import bounded
+from pyops.methods import bounded, softmax_axes
 from pyops.ops.array import ArrayOp, normal_axes
 from pyops.ops.examples import distinct, of_three_axes
 
@@ -76,6 +76,28 @@ class Min(ArrayOp):
         return [distinct(normal)], dict(axis=(0, -1))
 
 
+class Norm(ArrayOp):
+    """y = (sum |x|^p)^(1 / p);  dx = dy sign(x) (|x| / y)^(p - 1), 0 where x is 0."""
+
+    def forward(x, p=2.0, axis=None, keepdims=False):
+        y = x.norm(p, axis, keepdims)
+        return y, (x, y, p, axis)
+
+    def backward(dy, ctx):
+        x, y, p, axis = ctx
+        small = kept(x.shape, axis)
+        dy, y = dy.reshape(small), y.reshape(small)
+        y = y + (y == 0)
+        if p == 2:
+            return x * (dy / y)
+        return dy * x.sign() * ((abs(x) + (x == 0)) / y) ** (p - 1)
+
+    example = of_three_axes(p=3.0, axis=(0, -1))
+
+    def reference(x, p, axis=None, keepdims=False):
+        return (np.abs(x) ** p).sum(axis, keepdims=keepdims) ** (1 / p)
+
+
 class LogSumExp(ArrayOp):
     """y = log sum exp(x);  dx = dy exp(x - max) / sum exp(x - max).
 
@@ -111,6 +133,7 @@ class LogSoftmax(ArrayOp):
     """y = x - log sum exp(x);  dx = dy - exp(y) sum dy."""
 
     def forward(x, axis=-1):
+        axis = softmax_axes(axis, x.ndim)
         y = x.log_softmax(axis)
         return y, (y, axis)
 
@@ -130,6 +153,7 @@ class Softmax(ArrayOp):
     """y = exp(x) / sum exp(x);  dx = y (dy - sum dy y)."""
 
     def forward(x, axis=-1):
+        axis = softmax_axes(axis, x.ndim)
         y = x.softmax(axis)
         return y, (y, axis)
 

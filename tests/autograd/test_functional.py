@@ -406,6 +406,44 @@ def test_two_equal_logits_have_the_loss_log_2_however_large_they_are(loss, c):
     assert abs(y - np.log(2)) <= np.spacing(np.float32(np.log(2))) and dx.tolist() == [-0.5, 0.5]
 
 
+EDGES = {
+    'a norm at 0': (lambda x: x.norm(), [0.0, 0.0]), 'a row of 0': (lambda x: x.norm(p=2, dim=1), [[0.0, 0.0], [3.0, 4.0]]),
+    **{f'norm {p}': (lambda x, p=p: x.norm(p), [0.0, 0.0]) for p in (0, 0.5, 1, 1.5, 3)},
+    **{f'norm {p} of numbers': (lambda x, p=p: x.norm(p), [3.0, 0.0, -4.0]) for p in (0, 0.5, 1, 1.5, 3)},
+    'limits': (lambda x: x.clamp(0, 1), [0.0, 1.0, 2.0, -1.0, 0.5]), 'one limit': (lambda x: x.clamp(min=0), [0.0, 1.0, -1.0]),
+    'relu': (lambda x: x.relu(), [0.0, 1.0, -1.0]), 'a softmax of ()': (lambda x: x.softmax(0) * 2 + x.log_softmax(-1), 1.5),
+}
+
+
+@pytest.mark.parametrize('name', EDGES)
+def test_gradients_where_a_derivative_does_not_exist_are_pytorchs(torch, name):
+    call, numbers = EDGES[name]
+    for dtype in ('float32', 'float64'):
+        x, t = Tensor(numbers, dtype=dtype, requires_grad=True), torch.tensor(numbers, dtype=getattr(torch, dtype))
+        y, z = call(x), call(t.requires_grad_())
+        y.sum().backward()
+        z.sum().backward()
+        close(y.numpy(), z.detach().numpy())
+        close(x.grad.numpy(), np.zeros_like(t.detach()) if t.grad is None else t.grad.numpy())
+
+
+def test_functions_at_zero_vectors_zero_scores_and_negative_widths_are_pytorchs(torch):
+    zeros, w = np.array([[0, 0, 0], [1, 2, 3]], np.float32), np.ones((2, 3), np.float32)
+    mask, added = np.array([[True, False], [False, False]]), np.array([[0, -np.inf], [-np.inf, -np.inf]], np.float32)
+    for call in (lambda F, make, x: F.normalize(x), lambda F, make, x: F.cosine_similarity(x, make(w))[1:],
+                 lambda F, make, x: F.pad(x, (-1, 1)), lambda F, make, x: F.pad(x, (2, -1, -1, 0), value=3.0),
+                 lambda F, make, x: F.scaled_dot_product_attention(x + 1, make(w), x, make(mask)),
+                 lambda F, make, x: F.scaled_dot_product_attention(x + 1, make(w), x, make(added))):
+        results = []
+        for functions, make in ((F, Tensor), (torch.nn.functional, torch.tensor)):
+            x = make(zeros).requires_grad_()
+            y = call(functions, make, x)
+            y.sum().backward()
+            results.append((y.detach().numpy(), x.grad.numpy()))
+        for got, want in zip(*results, strict=True):
+            close(got, want)
+
+
 @LARGE
 def test_logsumexp_of_two_equal_numbers_has_the_gradient_one_half_however_large_they_are(c):
     y, dx = value_and_gradient(F.logsumexp, [c, c])

@@ -128,6 +128,14 @@ AS_NUMPY = {
     'tile': (lambda x: x.tile(2, 1, 3), lambda x: np.tile(x, (2, 1, 3))),
     'tile of fewer': (lambda x: x.tile(2), lambda x: np.tile(x, 2)),
     'tile of more': (lambda x: x.tile((3, 1, 1, 2)), lambda x: np.tile(x, (3, 1, 1, 2))),
+    'roll of axes': (lambda x: x.roll((1, -2), (0, -1)), lambda x: np.roll(x, (1, -2), (0, -1))),
+    'roll of one': (lambda x: x.roll(1, (0, 2)), lambda x: np.roll(x, 1, (0, 2))),
+    'roll by several': (lambda x: x.roll([1, 1], 2), lambda x: np.roll(x, [1, 1], 2)),
+    'max(array)': (lambda x: x.max(x[0]), lambda x: np.maximum(x, x[0])),
+    'min(array)': (lambda x: x.min(x[0]), lambda x: np.minimum(x, x[0])),
+    'norm(0)': (lambda x: x.norm(0, 1), lambda x: np.linalg.norm(x, 0, 1)),
+    'norm(-inf)': (lambda x: x.norm(-math.inf, 1), lambda x: np.linalg.norm(x, -np.inf, 1)),
+    "norm('fro')": (lambda x: x[0].norm('fro'), lambda x: np.linalg.norm(x[0])),
     'roll': (lambda x: x.roll(2), lambda x: np.roll(x, 2)),
     'roll(axis)': (lambda x: x.roll(-1, 1), lambda x: np.roll(x, -1, 1)),
     'split': (lambda x: x.split(2, 1), lambda x: (x[:, :2], x[:, 2:])),
@@ -197,6 +205,49 @@ def test_division_by_zero_and_of_the_smallest_integer_gives_what_numpy_gives():
         for y in (0.0, -0.0, np.inf, -np.inf, 2.0, np.nan):
             check(array(z) // y, z // np.float32(y))
             check(array(z) % y, z % np.float32(y))
+
+
+@each_kind
+def test_elements_and_positions_of_the_flattened_array_are_numpys(make):
+    x, y = X.copy(), make(X)
+    for index in ((5,), (-1,), (1, 2, -3), ((0, 1, 2),)):
+        assert y.item(*index) == X.item(*index)
+    with pytest.raises(IndexError, match='index 24 is out of bounds for size 24'):
+        y.item(24)
+    with pytest.raises(ValueError, match='item: expected one index, or one for each of 3 axes'):
+        y.item(0, 1)
+    for indices, values in (([0, -1], [50, 60]), ([[3], [4]], 7.5), (np.arange(6), [1, 2, 3]), ([2, 2], [8, 9]), ([], [])):
+        x.put(indices, values)
+        y.put(indices, values)
+        check(y, x)
+    y.T.put([1], -1)                                                        # in a view, whose elements have another order
+    assert y[1, 0, 0].item() == -1
+    with pytest.raises(IndexError, match='put: indices: expected integers from -24 to 23'):
+        y.put([24], 0)
+    copy = y.flatten()
+    if make is array:
+        copy[0] = 1000
+    assert 1000 not in y
+
+
+@each_kind
+def test_ranges_and_tuples_in_an_index_are_lists(make):
+    for index in (range(2), (slice(None), range(2, 0, -1)), ([0, 1], (2, 1)), (slice(None), (0, 2), slice(1, 3))):
+        for _ in range(2):                                                  # before and after the call is recorded
+            check(make(X)[index], X[index])
+        x, y = X.copy(), make(X)
+        x[index] = y[index] = 3
+        check(y, x)
+
+
+@each_kind
+def test_argmin_and_argsort_take_masks_and_the_sign_of_nan_is_nan(make):
+    mask = make(X) > 0
+    check(mask.argmin(1), (X > 0).argmin(1))
+    check((make(X) > 0).argsort(-1, descending=True), np.argsort(~(X > 0), -1, kind='stable'))
+    z = np.array([np.nan, -2, 0, 3, -np.inf], 'f')
+    for _ in range(2):
+        check(make(z).sign(), np.sign(z))
 
 
 PROTOCOLS = {
@@ -294,6 +345,10 @@ def test_arguments_of_two_names_are_refused_and_errors_name_the_axis(make):
         x.topk(5)
     with pytest.raises(ValueError, match='clip: expected min, max or both'):
         x.clip()
+    with pytest.raises(ValueError, match="norm: ord: expected a number or 'fro', got 'nuc'"):
+        x.norm('nuc')
+    with pytest.raises(ValueError, match='roll: shift: expected one number, or one for each of 3 axes'):
+        x.roll((1, 2), (0, 1, 2))
 
 
 # ---- einsum and where ------------------------------------------------------------------------------------------------

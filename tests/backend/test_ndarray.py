@@ -692,7 +692,8 @@ def test_what_numpy_gives_bools_for_is_a_mask():
                        (-1 < a, x > -1), (stack([a > 0, b > 0])[1], z > 0), (concatenate([(a > 0)[:2], (b > 0)[2:]]),
                        np.concatenate([x[:2] > 0, z[2:] > 0])), (pad((a > 0)[1:, 1:], ((1, 0), (1, 0))),
                        np.pad(x[1:, 1:] > 0, ((1, 0), (1, 0)))), ((a > 0)[[3, 1, 2, 0]], (x > 0)[[3, 1, 2, 0]]),
-                       (pickle.loads(pickle.dumps(a > 0)), x > 0), (abs(a > 0), x > 0), (ndarray.full((4, 3), True), x == x)):
+                       (pickle.loads(pickle.dumps(a > 0)), x > 0), (abs(a > 0), x > 0), ((a > 0) + (b > 0),
+                       (x > 0) + (z > 0)), (ndarray.full((4, 3), True), x == x)):
         assert mask.is_mask and mask.numpy().dtype == bool and mask.tolist() == want.tolist()
         same(a[mask], x[want])
     same(a[(a > 0).max(1)], x[(x > 0).any(1)])
@@ -715,9 +716,9 @@ def test_an_index_that_may_be_a_mask_or_row_numbers_is_refused():
     x = numbers(6, dtype='int32')
     a, changed = array(x), array(x) > 0
     changed[0] = 5
-    for index in (changed, (a > 0) + (a > 2), (a > 0) - (a > 2), -(a > 0)):
-        with pytest.raises(IndexError, match=r'the index of shape \(6,\) was computed from masks.* x\[index != 0\] to select, '
-                                             r'x\[index \* 1\] for row numbers'):
+    for index in (changed, changed[::-1], changed.reshape(2, 3).reshape(6)):
+        with pytest.raises(IndexError, match=r'the index of shape \(6,\) is a mask into which numbers were written.* '
+                                             r'x\[index != 0\] to select, x\[index \* 1\] for row numbers'):
             a[index]
         same(a[index != 0], x[index.numpy() != 0])
         same(a[index * 1], x[index.numpy()])
@@ -1115,7 +1116,14 @@ def test_small_operations_keep_the_rules_of_masks():
         assert mask.is_mask and mask.copy().is_mask and abs(mask).is_mask and mask.max(0).is_mask and mask.any().is_mask
         assert (mask & other).is_mask and (mask * other).is_mask and (mask & other).dtype == mask.dtype
         np.testing.assert_array_equal((mask ^ other).numpy(), (x > 0) ^ (x < 5))
-        assert not (mask * 1).is_mask and not (mask + other).is_mask and not (-mask).is_mask and not mask.exp().is_mask
+        assert not (mask * 1).is_mask and not (mask + 1).is_mask and not (1 - mask).is_mask and not mask.exp().is_mask
+        np.testing.assert_array_equal((mask + other).numpy(), (x > 0) + (x < 5))
+        union = mask.copy()
+        union += a < -5
+        assert union.is_mask and union.tolist() == ((x > 0) | (x < -5)).tolist()
+        for call in (lambda: -mask, lambda: mask - other, lambda: mask.__isub__(other)):        # noqa: B023
+            with pytest.raises(TypeError, match=r'^-: .*mask.*astype\(int\)'):
+                call()
         assert mask.sum().dtype == 'int32' and mask.sum().item() == (x > 0).sum()
         mask[0] = 3.0
         assert not mask.is_mask and not mask.copy().is_mask
@@ -1136,7 +1144,7 @@ def test_small_operations_on_two_dtypes(kinds):
         same(a[1:, ::2] / b[0, ::2], (x[1:, ::2] / z[0, ::2]).astype(one))
         same(a.T + b.T, (x.T + z.T).astype('int32' if kinds == ('int32', 'int32') else one))
         assert (a <= b).is_mask and ((a <= b).numpy() == (x <= z)).all()
-        assert ((a > 0) * (b > 0)).is_mask and not ((a > 0) + (b > 0)).is_mask
+        assert ((a > 0) * (b > 0)).is_mask and ((a > 0) + (b > 0)).is_mask
 
 
 def test_small_arrays_are_filled():
@@ -1215,8 +1223,10 @@ def test_rows_of_small_arrays(dtype):
         for index in ([4], [-5], [0, 4, 2**20], np.array([0, -5]), [0.5], np.ones((3, 4), bool), [True, False]):
             with pytest.raises(IndexError):
                 a[index]
+        mask = a > 0
+        mask += 1
         with pytest.raises(IndexError, match='it could be a mask or row numbers'):
-            a[-(a > 0)]
+            a[mask]
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'int32', *['float64'] * (not ON_GPU)])

@@ -63,7 +63,7 @@ VIEWS = {('einsum', 0)}
 LAYOUTS = {'compact': lambda x: x, 'transposed': lambda x: x.reshape(4, 3).T, 'reversed': lambda x: x[::-1, ::-1],
            'a part': lambda x: array(np.tile(x.stored(), (2, 2)), x.dtype)[2:5, 1:5],
            'broadcast': lambda x: x[0].broadcast_to((3, 4)),
-           'mask': lambda x: x > 0, 'computed from masks': lambda x: (x > 0) + (x < 2)}
+           'mask': lambda x: x > 0, 'a union of masks': lambda x: (x > 0) + (x < 2)}
 
 
 def numbers(seed, dtype, special=True):
