@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-# expressions of a, b, c (3, 4), the row numbers i (4,) and the mask m (3, 4): one for both, or ours and numpy's
+# expressions of a, b, c, the Tensor t (3, 4), the row numbers i (4,) and the mask m (3, 4): one for both, or ours and numpy's
 SMALL = (
     'a + b', 'a * 2', 'a > b', '-a', 'abs(a)', 'a ** 2', 'a % 2.0', 'a // 2.0', 'm & m', '~m', 'a.copy()', 'a.astype("int32")',
     *((f'b.{name}()', f'np.{name}(b)') for name in (
@@ -66,12 +66,18 @@ SMALL = (
     ('a.tile(2)', 'np.tile(a, 2)'), ('a.roll(1, 1)', 'np.roll(a, 1, 1)'), 'a.diagonal()', 'a.trace()', 'm.nonzero()',
     ('a.pad(1)', 'np.pad(a, 1)'), ('concatenate([a, b])', 'np.concatenate([a, b])'), ('stack([a, b])', 'np.stack([a, b])'),
     ('a.split(2, 1)', 'np.split(a, 2, 1)'), 'a.take(i, 0)', 'a[1]', 'a[1:, ::2]', 'a[i]', 'a[:, i]', 'a[m]', 'a[[0, 2]]',
-    'c.__setitem__(..., b)', 'c.__setitem__(1, 1.0)', 'c.__setitem__(m, 1.0)', 'c.__iadd__(b)', 'a.T', 'a.reshape(2, 6)',
+    'c.__setitem__(..., b)', 'c.__setitem__(1, 1.0)', 'c.__setitem__([0, 2], b[:2])',
+    'c.__setitem__(([0, 1], [1, 2]), b[0, :2])', 'c.__setitem__(m, 1.0)', 'c.__iadd__(b)', 'a.T', 'a.reshape(2, 6)',
     'a.ravel()', 'a[None]', 'a.swapaxes(0, 1)', ('a.moveaxis(0, 1)', 'np.moveaxis(a, 0, 1)'),
     ('a.flip(0)', 'np.flip(a, 0)'), 'a[:1].squeeze(0)', ('a.expand_dims(0)', 'np.expand_dims(a, 0)'),
     ('a.broadcast_to((2, 3, 4))', 'np.broadcast_to(a, (2, 3, 4))'), ('zeros((3, 4))', 'np.zeros((3, 4), "f")'),
     ('arange(12)', 'np.arange(12)'), ('array([1.0, 2.0, 3.0])', 'np.array([1.0, 2.0, 3.0])'),
     'a[1, 2].item()', 'a.tolist()', 'a @ b.T', 'a[0].dot(b[0])',
+    *(f'np.{call}' for call in (
+        'sum(a)', 'sum(a, axis=0)', 'mean(a, 0)', 'max(a, axis=1)', 'argmax(a, 1)', 'exp(a)', 'add(a, b)', 'maximum(a, 0)',
+        'where(m, a, b)', 'concatenate([a, b])', 'stack([a, b])', 'clip(a, 0, 1)', 'reshape(a, (4, 3))', 'dot(a, b.T)')),
+    't[:, [0, 2]]', 't[[0, 2]]', 't[t > 0]', 't[i]', 't.diagonal()', 't.repeat(2, 0)', 't.take([0, 2], 0)',
+    't.__setitem__([0, 2], 1.0)', 't.__setitem__(m, 1.0)', 't + t', 't.sum(0)', 't.var(1)',
     *((f'einsum("{how}", a, b)', f'np.einsum("{how}", a, b)') for how in ('ij,kj->ik', 'ij,ij->i', 'ij,ij')))
 # the same of Tensors that require gradients, so that each operation is recorded: x (3, 4), a weight w (4, 4) and a bias v (4,);
 # and of labels (3,)
@@ -100,13 +106,13 @@ def cpu_times(runs, seconds=0.1):
 def small_names(rng):
     """Return the names in SMALL with our arrays, and those with numpy's."""
     x, z = rng.standard_normal((3, 4), 'f'), rng.random((3, 4), 'f') + np.float32(0.5)
-    theirs = dict(a=x, b=z, c=z + 1, i=np.array([0, 2, 1, 1], np.int32), m=x > 0)
+    theirs = dict(a=x, b=z, c=z + 1, t=z + 2, i=np.array([0, 2, 1, 1], np.int32), m=x > 0)
     ours = vars(ndarray) | {name: ndarray.array(value) for name, value in theirs.items()}
     w, v, labels = rng.standard_normal((4, 4), 'f'), rng.standard_normal(4, 'f'), np.array([2, 0, 3], np.int32)
     linear = nn.Linear(4, 4)
     linear.weight, linear.bias = w, v
     tensors = {name: Tensor(value, requires_grad=True) for name, value in dict(x=z, w=w, v=v).items()}
-    return (ours | tensors | dict(labels=Tensor(labels), F=functional, linear=linear),
+    return (ours | tensors | dict(t=Tensor(ours['t']), labels=Tensor(labels), F=functional, linear=linear, np=np),
             theirs | dict(x=z, w=w, v=v, labels=labels, generator=rng, np=np))
 
 

@@ -93,6 +93,10 @@ def _finished(y: Any, out: Any, dtype: Any) -> Any:
 
 def apply_ufunc(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], out: Any, named: dict[str, Any]) -> Any:
     """Run ufunc(*inputs) or a method of it, such as 'reduce'."""
+    if method == '__call__' and out is None and not named and ufunc.__name__ in _OPERATIONS:           # the most frequent calls
+        x, other = inputs[0], inputs[-1]
+        if isinstance(x, Methods) and (type(other) is type(x) or not isinstance(other, Methods)):
+            return _OPERATIONS[ufunc.__name__](*inputs)
     name, dtype, first = ufunc.__name__, named.pop('dtype', None), _ours(inputs + ((out,) if out else ()))[0]
     if named.get('where', True) is True:
         named.pop('where', None)
@@ -121,7 +125,25 @@ def apply_ufunc(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], out: Any,
     return y
 
 
-_signature = functools.cache(inspect.signature)
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[inspect.Signature, tuple[str, ...], dict[str, Any]]:
+    """Return the signature of a function, the names of its positional arguments, and the defaults of all named ones."""
+    signature = inspect.signature(function)
+    found = signature.parameters.values()
+    return (signature, tuple(one.name for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)),
+            {one.name: one.default for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)})
+
+
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a call by name, and the defaults.  TypeError for arguments that the function does not take."""
+    signature, positional, defaults = _parameters(function)
+    given = dict(zip(positional, args, strict=False))
+    if len(args) <= len(positional) and defaults.keys() >= named.keys() and not given.keys() & named.keys():
+        return given | named, defaults
+    given = {}
+    for key, value in signature.bind(*args, **named).arguments.items():
+        given |= value if signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD else {key: value}
+    return given, defaults
 
 
 def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -130,18 +152,14 @@ def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: d
     if name in ('shape', 'ndim', 'size') and len(args) == 1 and isinstance(args[0], Methods) and not named:
         return getattr(args[0], name)           # without a copy from a GPU
     if function in (getattr(np, name, None), np.linalg.norm) and (name in _METHODS or name in _FUNCTIONS):
-        bound = _signature(function).bind(*args, **named)
-        given: dict[str, Any] = {}
-        for key, value in bound.arguments.items():
-            kind = _signature(function).parameters[key].kind
-            given |= value if kind is inspect.Parameter.VAR_KEYWORD else {key: value}
-        defaults = _signature(function).parameters
+        given, defaults = _bound(function, args, named)
         out, dtype = given.pop('out', None), given.pop('dtype', None)
-        if any(given.get(key) in _WITH_EFFECT for key in ('order', 'mode') if isinstance(given.get(key), str)):
+        if not given.keys().isdisjoint(('order', 'mode')) and any(
+                given.get(key) in _WITH_EFFECT for key in ('order', 'mode') if isinstance(given.get(key), str)):
             return _by_numpy(function, args, named)
         given = {_RENAMED.get(key, key) if name == 'clip' else key: value for key, value in given.items()
                  if value is not np._NoValue and key not in _WITHOUT_EFFECT - ({'mode'} if name == 'pad' else set())
-                 and not (key in defaults and value is defaults[key].default)}
+                 and not (key in defaults and value is defaults[key])}
         if name in _FUNCTIONS:
             result = _FUNCTIONS[name](**given)
         else:
@@ -251,3 +269,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     'pad': _pad, 'norm': _norm, 'vstack': _stacked(0), 'hstack': _stacked(1), 'zeros_like': _like(0), 'ones_like': _like(1),
     'empty_like': _empty_like,
     'full_like': _like(0), 'outer': _outer}
+
+
+def _install() -> None:
+    """Replace the protocol methods of Methods, which import this module in the first call."""
+    def ufunc(self: Methods, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **named: Any) -> Any:
+        return apply_ufunc(ufunc, method, inputs, out, named)
+
+    def function(self: Methods, function: Callable[..., Any], types: Any, args: Any, named: Any) -> Any:
+        return apply_function(function, args, named)
+    Methods.__array_ufunc__, Methods.__array_function__ = ufunc, function       # type: ignore[method-assign]
+
+
+_install()

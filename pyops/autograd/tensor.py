@@ -1,6 +1,7 @@
 """The Tensor class: an array with a record of the op that produced it."""
 from __future__ import annotations
 
+import functools
 import itertools
 import numbers
 import operator as operators
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from pyops import ndarray
+from pyops import backend, ndarray
 from pyops.autograd.gradients import backward
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import Recorded, apply, as_array, wrap
@@ -330,9 +331,15 @@ class Tensor(Recorded, Methods):
 
     def __getitem__(self, index: Index) -> Tensor:
         """Integers, slices, ... and None: a view.  With arrays, Tensors or lists of integers, masks or bools: a copy."""
-        if ndarray.is_advanced(index):
-            return ndarray.gathered(self, ndarray.plain_index(index))
-        return apply(shapes.GetItem, self, index=index)
+        if not ndarray.is_advanced(index):
+            return apply(shapes.GetItem, self, index=index)
+        index = ndarray.plain_index(index)
+        if mode.interpreter is None and not backend.is_recorded():
+            if not (mode.grad and self.requires_grad):
+                return wrap(self.array[index], None)
+            if self.array.size <= _FEW:
+                return apply(shapes.Select, self, at=ndarray.positions(index, self.shape))
+        return ndarray.gathered(self, index)
 
     # -- for pyops/methods.py
 
@@ -361,7 +368,8 @@ class Tensor(Recorded, Methods):
         if value is NotImplemented:
             raise TypeError('expected numbers to assign, got an object of another type')
         if ndarray.is_advanced(index):
-            self._put_at(ndarray.positions(index, self.shape), value)
+            self._change(lambda: apply(shapes.Put, self, value, at=ndarray.positions(index, self.shape)),
+                         lambda array: array.__setitem__(index, getattr(value, 'array', value)), value)
             return
         self._change(lambda: apply(shapes.SetItem, self, value, index=index),
                      lambda array: array.__setitem__(index, getattr(value, 'array', value)), value)
@@ -384,6 +392,9 @@ class Tensor(Recorded, Methods):
             raise ValueError(f'in-place: a tensor of shape {self.shape} cannot become one of shape {result.shape}')
         self.array, self.origin, self.requires_grad = result.array, result.origin, result.requires_grad
         return self
+
+
+_FEW = 512              # elements from which an index with arrays selects elements one by one, not rows
 
 
 def _operand(tensor: Tensor, other: Any) -> Any:
@@ -505,4 +516,24 @@ def _operators() -> None:
 
 
 _operators()
+
+
+def _methods_of_constants() -> None:
+    """Let methods of several ops run on the array of a Tensor without a gradient: there they are one call."""
+    def method(name: str) -> Callable[..., Any]:
+        of_array, of_tensor = getattr(NDArray, name), getattr(Methods, name)
+
+        @functools.wraps(of_tensor)
+        def run(self: Tensor, *args: Any, **named: Any) -> Any:
+            if mode.interpreter is not None or mode.grad and self.requires_grad:
+                return of_tensor(self, *args, **named)
+            return wrap(of_array(self.array, *args, **named), None)
+        return run
+
+    for name in ('diagonal', 'trace', 'repeat', 'repeat_interleave', 'roll', 'take', 'index_select', 'tile', 'tril', 'triu',
+                 'var', 'std', 'ptp', 'prod', 'cumprod'):
+        setattr(Tensor, name, method(name))
+
+
+_methods_of_constants()
 Recorded.of_results = Tensor

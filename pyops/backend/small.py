@@ -748,8 +748,8 @@ def offsets(shape, strides):
 
 
 def elements(array_type):
-    """Return f(x, index), a copy of x[index], and g(x, index, value), which sets x[index] to a Python number and returns if
-    it did.  index: any of numpy, which finds the offsets of the elements."""
+    """Return f(x, index), a copy of x[index], and g(x, index, value), which sets x[index] to a Python number or an array and
+    returns if it did.  index: any of numpy, which finds the offsets of the elements."""
     def places(x, index):
         buffer = x.buffer
         if (buffer.device is not HOST or x.dtype not in KINDS or math.prod(x.shape) > MOST_ROWS or buffer.pointer is None
@@ -773,7 +773,8 @@ def elements(array_type):
         return y
 
     def put(x, index, value):
-        if value.__class__ not in PYTHON_NUMBERS or x.buffer.mask is not None or any(
+        is_array = value.__class__ is array_type
+        if not (is_array or value.__class__ in PYTHON_NUMBERS) or x.buffer.mask is not None or any(
                 [n > 1 and not step for n, step in zip(x.shape, x.strides, strict=True)]):
             return False
         found = places(x, index)
@@ -781,8 +782,21 @@ def elements(array_type):
             return False
         pointer = x.buffer.pointer + x.offset
         try:
-            for i in found.reshape(-1).tolist():
-                pointer[i] = value
+            if not is_array:
+                for i in found.reshape(-1).tolist():
+                    pointer[i] = value
+            else:
+                if value.buffer.device is not HOST or value.dtype not in KINDS or math.prod(value.shape) > MOST_ELEMENTS:
+                    return False
+                given = offsets(value.shape, value.strides)
+                if given.shape != found.shape:
+                    given = np.broadcast_to(given, found.shape)
+                source = value.buffer.pointer + value.offset
+                numbers = [source[i] for i in given.reshape(-1).tolist()]       # all before the first is written
+                for i, number in zip(found.reshape(-1).tolist(), numbers, strict=True):
+                    pointer[i] = number
+        except ValueError:              # the general path names shapes that do not fit, and takes leading axes of 1
+            return False
         except (TypeError, OverflowError):      # a float and int32, an integer outside int32: nothing was written
             return False
         x.buffer.version += 1

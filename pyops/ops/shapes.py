@@ -4,6 +4,8 @@
     Concatenate and Split; Stack and Unbind; Take and Scatter; CumSum and CumSum; AsType and AsType; Windows and Fold
     (pyops/ops/convolution.py).
 """
+import math
+
 import numpy as np
 
 from pyops import ndarray
@@ -176,6 +178,23 @@ class Put(ArrayOp):
 
     def example(normal):
         return [normal(2, 3), normal(2, 3)], dict(at=np.array([[0, 5, 1], [3, 0, 2]]))
+
+
+class Select(ArrayOp):
+    """y = x.reshape(-1)[at] for positions `at` of the flattened array;  dx[at[i]] += dy[i]."""
+
+    def forward(x, at):
+        return x.reshape(-1)[at], (x.shape, at)
+
+    def backward(dy, ctx):
+        shape, at = ctx
+        return call(Scatter, dy.reshape(-1), at.reshape(-1), shape=(math.prod(shape),)).reshape(shape)
+
+    def reference(x, at):
+        return np.array(x).reshape(-1)[at]
+
+    def example(normal):
+        return [normal(2, 3)], dict(at=np.array([[0, 5, 1], [3, 0, 2]]))
 
 
 class Where(ArrayOp):

@@ -241,6 +241,36 @@ def test_ranges_and_tuples_in_an_index_are_lists(make):
 
 
 @each_kind
+def test_arrays_are_assigned_to_index_arrays_as_numpys(make):
+    for index, value in (([0, 1], X[::-1] + 1), (([1, 0], [1, 2]), X[:, 0]), (([1, 0], [1, 2]), X[0, 0]), ([0, 0], X[:, :1]),
+                         ([1], X[:1]), ([0, 1], X[:1, :1, :1].astype('int32')), (X > 0, X[X > 0] + 1), ([], X[:0])):
+        x, y = X.copy(), make(X)
+        x[index] = value
+        y[index] = make(value)
+        check(y, x)
+    x, y = X.copy(), make(X)
+    x[[0, 1]], y[[0, 1]] = x[::-1].copy(), y[::-1]                           # the value is a view of the destination
+    check(y, x)
+    with pytest.raises(ValueError, match='could not be broadcast'):
+        y[[0, 1]] = make(X[:, :2])
+
+
+@pytest.mark.parametrize('index', [[1, 1], (slice(None), [2, 0]), ([0, 1, 0], [1, 2, 1]), X > 0, (0, [[0, 1], [1, 1]])],
+                         ids=str)
+def test_the_gradient_of_any_index_is_added_to_its_elements(index):
+    x = Tensor(X, requires_grad=True)
+    for _ in range(2):                                                      # the second derivatives: the same places
+        y = x[index]
+        check(y, X[index])
+        first, = pyops.grad((y * y * y).sum(), [x], create_graph=True)
+        second, = pyops.grad(first.sum(), [x])
+        for got, want in ((first, 3 * X[index] ** 2), (second, 6 * X[index])):
+            added = np.zeros_like(X)
+            np.add.at(added, index, want)
+            np.testing.assert_allclose(got.numpy(), added, rtol=1e-5)
+
+
+@each_kind
 def test_argmin_and_argsort_take_masks_and_the_sign_of_nan_is_nan(make):
     mask = make(X) > 0
     check(mask.argmin(1), (X > 0).argmin(1))
