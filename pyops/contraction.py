@@ -9,12 +9,6 @@ from typing import Any
 SEARCHED = 6            # operands of which all orders are compared: 3^6 / 2 products
 
 
-def operands_of(operands: tuple[Any, ...]) -> Any:
-    """Return the operands of einsum(subscripts, x, y), or PyTorch's einsum(subscripts, [x, y])."""
-    is_list = len(operands) == 1 and isinstance(operands[0], list | tuple)
-    return operands[0] if is_list and any(hasattr(x, 'shape') for x in operands[0]) else operands
-
-
 def einsum(subscripts: str, *operands: Any) -> Any:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.
 

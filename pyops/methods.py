@@ -39,12 +39,49 @@ TORCH_NAMES = {
 DEVICE_NAMES = 'cpu', 'cuda', 'cuda:0', 'gpu'
 
 
+# reductions that take numpy's dtype, out, initial and where -> the number that changes no result; None: there is none
+_REDUCTIONS = {'sum': 0, 'mean': 0, 'prod': 1, 'max': None, 'min': None, 'any': 0, 'all': 1}
+_OF_NUMPY = 'dtype', 'out', 'initial', 'where'
+
+
+def _reduced_as_numpy(reduce: Callable[..., Any], x: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Run a reduction with arguments of numpy.  dtype: x is converted to it first; out: an array that gets the result;
+    initial: an element in addition; where: a mask of the elements that count, which max and min take with initial."""
+    who = reduce.__name__
+    dtype, out, initial, where = (named.pop(name, None) for name in _OF_NUMPY)
+    if initial is not None and who in ('mean', 'any', 'all'):
+        raise TypeError(f'{who}: initial: only sum, prod, max and min take it')
+    x, count = x if dtype is None else x.astype(dtype), None
+    if where is not None and where is not True:
+        neutral = initial if _REDUCTIONS[who] is None else _REDUCTIONS[who]
+        if neutral is None:
+            raise ValueError(f'{who}: where: expected `initial` as well, the result where no element counts')
+        choose = x._function('where')
+        if who == 'mean':
+            count = choose(x._operand(where), 1, 0).broadcast_to(x.shape).sum(*args, **named)
+        x = choose(where, x, neutral)
+    if initial is not None and not x.size:
+        y = x.sum(*args, **named) + initial
+    else:
+        y = reduce(x, *args, **named) if count is None else x.sum(*args, **named) / count
+        if initial is not None:
+            y = (y + initial if who == 'sum' else y * initial if who == 'prod' else
+                 y.maximum(initial) if who == 'max' else y.minimum(initial))
+    if out is None:
+        return y
+    out[...] = y.numpy() if isinstance(out, np.ndarray) else y
+    return out
+
+
 def accepts_torch_names(function: Function) -> Function:
     """Decorate a function that takes `axis` or `keepdims`: accept them as `dim`, `dims` and `keepdim` as well; x as `input` ...
+    A reduction also takes numpy's dtype, out, initial and where.
     """
     own = {name for name, one in inspect.signature(function).parameters.items() if one.kind is not one.VAR_POSITIONAL}
     names = {theirs: next(name for name in ours if name in own) for theirs, ours in TORCH_NAMES.items()
              if theirs not in own and own.intersection(ours)}
+
+    takes_numpys = function.__name__ in _REDUCTIONS and 'self' in own
 
     @functools.wraps(function)
     def wrapper(*args: Any, **named: Any) -> Any:
@@ -54,6 +91,8 @@ def accepts_torch_names(function: Function) -> Function:
                 if name in named:
                     raise TypeError(f'{function.__name__}: got {name} and also {given}, its name in PyTorch; give one of them')
                 named[name] = named.pop(given)
+            if takes_numpys and isinstance(args[0], Methods) and not named.keys().isdisjoint(_OF_NUMPY):
+                return _reduced_as_numpy(function, args[0], args[1:], named)
         return function(*args, **named)
     return wrapper              # type: ignore[return-value]
 
@@ -564,8 +603,11 @@ class Methods:
         return x
 
     @accepts_torch_names
-    def argsort(self, axis: int | None = -1, descending: bool = False) -> Self:
+    def argsort(self, axis: int | None = -1, descending: bool = False, *, kind: str | None = None,
+                stable: bool | None = None) -> Self:
         """Return the int32 indices that sort x along an axis; equal elements keep their order, NaN is last.
+
+        kind, stable: accepted, and without effect: every sort is stable.
 
         Arrays on a GPU are sorted on the CPU.  RuntimeError while a plan records on a GPU.
         """
@@ -573,8 +615,10 @@ class Methods:
         return x._constant(x._plain()._sorting(d, descending))
 
     @accepts_torch_names
-    def sort(self, axis: int | None = -1, descending: bool = False) -> Self:
-        """Return a sorted copy, like np.sort; None: of the flattened array.  pyops.functional.sort also returns the indices."""
+    def sort(self, axis: int | None = -1, descending: bool = False, *, kind: str | None = None,
+             stable: bool | None = None) -> Self:
+        """Return a sorted copy, like np.sort; None: of the flattened array.  pyops.functional.sort also returns the indices.
+        kind, stable: as in argsort."""
         x, d = self._along(axis)
         return x._picked(x.argsort(d, descending=descending), d)
 

@@ -522,9 +522,12 @@ class NDArray(Array, Methods):
         """Return this array if it is compact, else a compact copy."""
         return self if self.is_compact() else self.copy()
 
-    def astype(self, dtype: DTypeLike) -> NDArray:
+    def astype(self, dtype: DTypeLike, copy: bool = False) -> NDArray:
         """Convert to float32, float64, int32 (rounding towards 0; any integer dtype) or bool (a mask of the elements that are
-        not 0).  Returns this array if it has that dtype and is not a mask."""
+        not 0).  Returns this array if it has that dtype and is not a mask, unless `copy`."""
+        if copy:
+            y = self.astype(dtype)
+            return y.copy() if y is self else y
         if np.dtype(dtype) == BOOL:
             return self if self.is_mask else self != 0
         y = self._cast(_dtype(dtype))
@@ -1584,8 +1587,8 @@ def _where(condition: Any, a: Any, b: Any) -> NDArray:
 def einsum(subscripts: str, *operands: Numbers) -> NDArray:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
     pyops/contraction.py."""
-    from pyops.contraction import einsum, operands_of
-    return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in operands_of(operands)))
+    from pyops.contraction import einsum
+    return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in operands))
 
 
 @functools.partial(recorded, NDArray)

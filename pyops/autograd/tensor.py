@@ -301,8 +301,11 @@ class Tensor(Recorded, Methods):
         """Return a copy through which gradients flow."""
         return apply(shapes.Copy, self)
 
-    def astype(self, dtype: DTypeLike) -> Tensor:
-        """Convert to float32, float64, int32 (any integer dtype) or bool.  Gradients flow between floats only."""
+    def astype(self, dtype: DTypeLike, copy: bool = False) -> Tensor:
+        """Convert to float32, float64, int32 (any integer dtype) or bool.  Gradients flow between floats only.
+        copy: return a copy also of a tensor of that dtype."""
+        if copy and self.dtype == np.dtype(dtype):
+            return self.copy()
         to = np.dtype(dtype)
         if to.kind == 'f' and self.dtype.kind == 'f':
             return apply(shapes.AsType, self, dtype=to)
@@ -451,8 +454,8 @@ def pad_axes(x: Tensor, widths: Any, value: float = 0) -> Tensor:
 def einsum(subscripts: str, *operands: Numbers) -> Tensor:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
     pyops/contraction.py."""
-    from pyops.contraction import einsum, operands_of
-    return einsum(subscripts, *_tensors(operands_of(operands)))
+    from pyops.contraction import einsum
+    return einsum(subscripts, *_tensors(operands))
 
 
 _UNARY = {op.__name__.lower(): op for op in (elementwise.Exp, elementwise.Log, elementwise.Sqrt, elementwise.Tanh,
@@ -521,11 +524,12 @@ _operators()
 def _methods_of_constants() -> None:
     """Let methods of several ops run on the array of a Tensor without a gradient: there they are one call."""
     def method(name: str) -> Callable[..., Any]:
-        of_array, of_tensor = getattr(NDArray, name), getattr(Methods, name)
+        of_array, of_tensor = getattr(NDArray, name), getattr(Tensor, name)
 
         @functools.wraps(of_tensor)
         def run(self: Tensor, *args: Any, **named: Any) -> Any:
-            if mode.interpreter is not None or mode.grad and self.requires_grad:
+            if mode.interpreter is not None or mode.grad and self.requires_grad or any(
+                    isinstance(value, Tensor) for value in (*args, *named.values())):
                 return of_tensor(self, *args, **named)
             return wrap(of_array(self.array, *args, **named), None)
         return run

@@ -208,6 +208,28 @@ def test_division_by_zero_and_of_the_smallest_integer_gives_what_numpy_gives():
 
 
 @each_kind
+def test_reductions_take_numpys_arguments(make):
+    kept = X > 0
+    for x, mask in ((X, kept), (make(X), make(kept))):
+        out = np.zeros(4, 'f') if x is X else make(np.zeros(4, 'f'))
+        results = [x.sum(0, where=mask), x.mean(axis=1, where=mask), x.prod((0, 2), where=mask, keepdims=True),
+                   x.max(2, where=mask, initial=-1), x.min(axis=None, initial=-20), x.sum(1, initial=5.0), x.prod(0, initial=2),
+                   x.any(1, where=mask), x.all(1, where=mask), x.sum(dtype='int32'), x[:0].max(0, initial=3.0),
+                   x.reshape(6, 4).sum(0, out=out), out, np.sum(x, 0, where=mask), np.max(x, 1, initial=4),
+                   x.astype('float32', copy=True), x.argsort(1, kind='stable'), np.sort(x, kind='stable')]
+        if x is X:
+            want = results
+    check(results, want)
+    assert results[11] is out
+    y = make(X)
+    assert y.astype('float32', copy=True) is not y and y.astype('float32') is not None
+    with pytest.raises(ValueError, match='max: where: expected `initial` as well'):
+        y.max(where=make(kept))
+    with pytest.raises(TypeError, match='mean: initial: only sum, prod, max and min take it'):
+        y.mean(initial=1)
+
+
+@each_kind
 def test_elements_and_positions_of_the_flattened_array_are_numpys(make):
     x, y = X.copy(), make(X)
     for index in ((5,), (-1,), (1, 2, -3), ((0, 1, 2),)):
@@ -352,7 +374,7 @@ def test_functions_of_numpy_keep_the_gradient_and_those_without_one_are_refused(
     with pytest.raises(TypeError, match=r'np.arctan: has no gradient here.*; use x.detach\(\)'):
         np.arctan(x)
     for call in (lambda: np.tensordot(x, X, 3), lambda: np.inner(X, x), lambda: np.diff(x), lambda: np.median(x),
-                 lambda: np.average(x), lambda: np.vdot(x, x), lambda: np.sum(x, where=X > 0),
+                 lambda: np.average(x), lambda: np.vdot(x, x), lambda: np.var(x, where=X > 0),
                  lambda: np.linalg.det(x[:, :2, :2])):
         with pytest.raises(TypeError, match='has no gradient here'):
             call()
