@@ -1,4 +1,7 @@
 """Layers: modules on Tensors, each also with manual forward and backward on arrays.  docs/nn.md explains both uses."""
+import sys
+
+import pyops.functional
 from pyops.nn.activations import (
     CELU,
     ELU,
@@ -132,10 +135,13 @@ __all__ = ['AdaptiveAvgPool1d', 'AdaptiveAvgPool2d', 'AdaptiveMaxPool1d', 'Adapt
            'UpsamplingNearest2d', 'ZeroPad1d', 'ZeroPad2d']
 
 
+# PyTorch's name, also for `import pyops.nn.functional as F`
+functional = sys.modules[f'{__name__}.functional'] = pyops.functional
+
+
 def __getattr__(name: str) -> object:
-    """Import pyops.nn.utils on first use: it imports the optimisers."""
-    if name != 'utils':
+    """Import pyops.nn.init and pyops.nn.utils on first use: the latter imports the optimisers."""
+    if name not in ('init', 'utils'):
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    import sys
-    __import__('pyops.nn.utils')
-    return sys.modules['pyops.nn.utils']
+    __import__(f'{__name__}.{name}')
+    return sys.modules[f'{__name__}.{name}']

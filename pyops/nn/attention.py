@@ -72,6 +72,11 @@ class _Attention(Layer):
         """Return y and, with need_weights, the weights.  masks: float32, to add to scores (B, heads, L, S)."""
         key = query if key is None else key
         value = key if value is None else value
+        if query.ndim == key.ndim == value.ndim == 2:               # one sequence
+            batch = 1 - self.batch_first
+            query, key, value = (x.unsqueeze(batch) for x in (query, key, value))
+            y, weights = self.attend(query, key, value, masks, is_causal, lengths, need_weights, average)
+            return y.squeeze(batch), None if weights is None else weights.squeeze(0)
         B = query.shape[1 - self.batch_first] if query.ndim == 3 else 'B'
         for name, x, size in (('query', query, self.embed_dim), ('key', key, self.kdim), ('value', value, self.vdim)):
             if x.ndim != 3 or (x.shape[1 - self.batch_first], x.shape[2]) != (B, size):
@@ -165,7 +170,8 @@ class MultiheadAttention(_Attention):
                 added = added.reshape(-1, self.num_heads, *added.shape[1:])
             masks.append(added)
         if key_padding_mask is not None:
-            masks.append(_added(key_padding_mask, True)[:, None, None])
+            added = _added(key_padding_mask, True)
+            masks.append(added.reshape(-1, 1, 1, added.shape[-1]))
         return self.attend(query, key, value, masks, is_causal, lengths, need_weights, average_attn_weights)
 
 
@@ -188,6 +194,8 @@ class _TransformerLayer(Layer):
             raise TypeError(f'{type(self).__name__}: activation: expected a name or a function, got {activation!r}; pass later '
                             'arguments by name')
         self.self_attn = MultiheadAttention(d_model, nhead, dropout, bias, batch_first=batch_first)
+        if self.NORMS == 3:                                         # a decoder's attention to the memory
+            self.multihead_attn = MultiheadAttention(d_model, nhead, dropout, bias, batch_first=batch_first)
         self.linear1, self.linear2 = Linear(d_model, dim_feedforward, bias), Linear(dim_feedforward, d_model, bias)
         self.dropout, self.norm_first = Dropout(dropout), norm_first
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
@@ -230,12 +238,6 @@ class TransformerDecoderLayer(_TransformerLayer):
     restrict the attention to the memory.  All are as in MultiheadAttention.
     """
     NORMS = 3
-
-    def __init__(self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
-                 activation: str | Callable[[Tensor], Tensor] = 'relu', layer_norm_eps: float = 1e-5, batch_first: bool = False,
-                 norm_first: bool = False, bias: bool = True) -> None:
-        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias)
-        self.multihead_attn = MultiheadAttention(d_model, nhead, dropout, bias, batch_first=batch_first)
 
     def forward_tensors(self, tgt: Tensor, memory: Tensor, tgt_mask: Numbers | None = None, memory_mask: Numbers | None = None,
                         tgt_key_padding_mask: Numbers | None = None, memory_key_padding_mask: Numbers | None = None,
@@ -321,6 +323,11 @@ class Transformer(Layer):
                                           LayerNorm(d_model, layer_norm_eps, bias=bias))
         self.decoder = TransformerDecoder(TransformerDecoderLayer(*settings), num_decoder_layers,
                                           LayerNorm(d_model, layer_norm_eps, bias=bias))
+
+    @staticmethod
+    def generate_square_subsequent_mask(sz: int, device: Any = None, dtype: Any = None) -> Tensor:
+        """Return the mask (sz, sz) of a decoder: 0 for steps up to its own, -inf for later ones."""
+        return Tensor(np.triu(np.full((sz, sz), -np.inf, np.float32), 1), device=device)
 
     def forward_tensors(self, src: Tensor, tgt: Tensor, src_mask: Numbers | None = None, tgt_mask: Numbers | None = None,
                         memory_mask: Numbers | None = None, src_key_padding_mask: Numbers | None = None,

@@ -621,7 +621,7 @@ class Layer(Module):
             raise TypeError(f'{self.label()}: on arrays, arguments are positional, got keyword {", ".join(named)}')
         return self._naming(self.forward_arrays, *inputs)
 
-    def forward_tensors(self, *inputs: Any) -> Any:
+    def forward_tensors(self, *inputs: Any, **named: Any) -> Any:
         raise NotImplementedError(f'{type(self).__name__}.forward_tensors(x)')
 
     def label(self) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pyops import functional as F
 from pyops import init, ndarray
 from pyops.autograd import Tensor
@@ -15,7 +17,30 @@ from pyops.nn.module import Layer, Parameter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyops.typing import Shape
+    from pyops.typing import Numbers, Shape
+
+
+class PackedSequence:
+    """Sequences of unlike lengths, as nn.utils.rnn.pack_padded_sequence makes and recurrent layers take and return them.
+
+    padded (T, B, ...): what follows the end of a sequence has no effect;  lengths (B,): the numbers of steps, numpy int64
+    """
+
+    def __init__(self, padded: Tensor, lengths: np.ndarray) -> None:
+        self.padded, self.lengths = padded, lengths
+
+    @property
+    def data(self) -> Tensor:
+        """The steps of all sequences, without padding (N, ...): all first steps, then all second ones, ..."""
+        return self.padded[np.nonzero(np.arange(len(self.padded))[:, None] < self.lengths)]
+
+
+def lengths_of(lengths: Numbers, T: int, B: int) -> np.ndarray:
+    """Return lengths (B,) as numpy int64.  ValueError unless each is from 1 to T."""
+    found = np.asarray(lengths.numpy() if isinstance(lengths, Tensor | ndarray.NDArray) else lengths)
+    if found.shape != (B,) or found.dtype.kind not in 'iu' or found.min() < 1 or found.max() > T:
+        raise ValueError(f'lengths: expected {B} whole numbers from 1 to {T}, got {found.tolist()}')
+    return found.astype(np.int64)
 
 
 def _check_flags(who: str, **flags: Any) -> None:
@@ -41,6 +66,13 @@ def _check_states(states: Sequence[Any], shape: Shape, most: int) -> None:
             raise TypeError(f'state: expected a Tensor of shape {shape}, got {type(state).__name__}')
         if state is not None and state.shape != shape:
             raise ValueError(f'state: expected shape {shape}, got {state.shape}')
+
+
+def _with_hx(states: tuple[Any, ...], hx: Any) -> tuple[Any, ...]:
+    """Return the states of a call, given by position or as PyTorch's hx."""
+    if hx is not None and states:
+        raise TypeError('got a state and also hx; give one of them')
+    return states if hx is None else (hx,)
 
 
 def _pair(states: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -79,18 +111,19 @@ class _Weights(Layer):
         return [getattr(self, name + suffix) for name in ('weight_ih', 'weight_hh')] + [
             getattr(self, name + suffix) if self.bias else None for name in ('bias_ih', 'bias_hh')]
 
-    def run(self, weights: list[Any], x: Tensor, *states: Any) -> tuple[Tensor, ...]:
-        """Run one layer on x (T, B, I) from states (B, H).  Return h and, for an LSTM, c of all steps."""
+    def run(self, weights: list[Any], x: Tensor, *states: Any, lengths: Any = None) -> tuple[Tensor, ...]:
+        """Run one layer on x (T, B, I) from states (B, H).  Return h and, for an LSTM, c of all steps, 0 after the end of a
+        sequence."""
         raise NotImplementedError
 
 
 class _RNN(_Weights):
     nonlinearity: str
 
-    def run(self, weights: list[Any], x: Tensor, *states: Any) -> tuple[Tensor, ...]:
+    def run(self, weights: list[Any], x: Tensor, *states: Any, lengths: Any = None) -> tuple[Tensor, ...]:
         h, = states
         w_ih, w_hh, b_ih, b_hh = weights
-        return F.rnn(x, h, w_ih, w_hh, b_ih, b_hh, self.nonlinearity),
+        return F.rnn(x, h, w_ih, w_hh, b_ih, b_hh, self.nonlinearity, lengths),
 
     def set_nonlinearity(self, nonlinearity: str) -> None:
         if nonlinearity not in ('tanh', 'relu'):
@@ -101,20 +134,21 @@ class _RNN(_Weights):
 class _LSTM(_Weights):
     GATES, STATES = 4, 2
 
-    def run(self, weights: list[Any], x: Tensor, *states: Any) -> tuple[Tensor, ...]:
+    def run(self, weights: list[Any], x: Tensor, *states: Any, lengths: Any = None) -> tuple[Tensor, ...]:
         h, c = states
-        return F.lstm(x, h, c, *weights)
+        w_ih, w_hh, b_ih, b_hh = weights
+        return F.lstm(x, h, c, w_ih, w_hh, b_ih, b_hh, lengths)
 
 
 class _GRU(_Weights):
     GATES = 3
 
-    def run(self, weights: list[Any], x: Tensor, *states: Any) -> tuple[Tensor, ...]:
+    def run(self, weights: list[Any], x: Tensor, *states: Any, lengths: Any = None) -> tuple[Tensor, ...]:
         h, = states
         w_ih, w_hh, b_ih, b_hh = weights
         if not self.bias:                       # the kernel always adds biases
             b_ih = b_hh = Tensor(ndarray.zeros((w_hh.shape[0],), device=x.device))
-        return F.gru(x, h, w_ih, w_hh, b_ih, b_hh),
+        return F.gru(x, h, w_ih, w_hh, b_ih, b_hh, lengths=lengths),
 
 
 # ---- cells: one step ---------------------------------------------------------------------------------------------------
@@ -128,7 +162,8 @@ class _Cell(_Weights):
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.add_weights(input_size)
 
-    def forward_tensors(self, x: Tensor, *states: Any) -> Any:
+    def forward_tensors(self, x: Tensor, *states: Any, hx: Any = None) -> Any:
+        states = _with_hx(states, hx)
         if x.ndim not in (1, 2) or x.shape[-1] != self.input_size:
             raise ValueError(f'x: expected shape (B, {self.input_size}), got {x.shape}')
         if x.ndim == 1:
@@ -156,8 +191,8 @@ class RNNCell(_RNN, _Cell):
 class LSTMCell(_LSTM, _Cell):
     """(h', c') = cell(x (B, I), (h, c) or None), states (B, H); see LSTM for the formulas; on arrays cell.forward(x, h, c)."""
 
-    def forward_tensors(self, x: Tensor, *states: Any) -> Any:
-        return super().forward_tensors(x, *_pair(states))
+    def forward_tensors(self, x: Tensor, *states: Any, hx: Any = None) -> Any:
+        return super().forward_tensors(x, *_pair(_with_hx(states, hx)))
 
 
 class GRUCell(_GRU, _Cell):
@@ -174,6 +209,9 @@ class _Recurrent(_Weights):
     bias: False: no biases.  batch_first: x and the output are (B, T, ...); states are not.
     dropout: applied to the output of each layer but the last, during training.
     bidirectional: D = 2; a second network reads the sequence from its end, and the output is both side by side.
+    A call also takes the states as hx=, and lengths= (B,): the number of steps of each sequence, from 1 to T.  The output is 0
+    after the end of a sequence, the last states are those at its end, and the second direction begins there.  A PackedSequence
+    in place of x has its own lengths, and the output is one, too.
     """
 
     def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
@@ -195,9 +233,19 @@ class _Recurrent(_Weights):
         directions = ('', '_reverse') if self.bidirectional else ('',)
         return [[f'_l{layer}{direction}' for direction in directions] for layer in range(self.num_layers)]
 
-    def forward_tensors(self, x: Tensor, *states: Any) -> Any:
-        T = 1 if self.batch_first else 0
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not inputs or not isinstance(inputs[0], PackedSequence):
+            return super().__call__(*inputs, **named)
+        packed, *states = inputs
+        x = packed.padded.transpose(0, 1) if self.batch_first else packed.padded
+        y, *rest = super().__call__(x, *states, lengths=packed.lengths, **named)
+        return PackedSequence(y.transpose(0, 1) if self.batch_first else y, packed.lengths), *rest
+
+    def forward_tensors(self, x: Tensor, *states: Any, hx: Any = None, lengths: Numbers | None = None) -> Any:
+        T, states = (1 if self.batch_first else 0), _with_hx(states, hx)
         if x.ndim == 2:
+            if lengths is not None:
+                raise ValueError('lengths: expected None for one sequence')
             _check_states(states, (self.num_layers * (1 + self.bidirectional), self.hidden_size), self.STATES)
             results = _Recurrent.forward_tensors(self, x.unsqueeze(1 - T),
                                                  *(state if state is None else state.unsqueeze(1) for state in states))
@@ -209,19 +257,27 @@ class _Recurrent(_Weights):
             x = x.transpose(0, 1)
         _check_states(states, (self.num_layers * (1 + self.bidirectional), x.shape[1], self.hidden_size), self.STATES)
         states = (*states, *[None] * (self.STATES - len(states)))
+        backward = ends = given = None
+        if lengths is not None:
+            (steps, B), known = x.shape[:2], lengths_of(lengths, *x.shape[:2])
+            times = np.arange(steps)[:, None]
+            backward = np.where(times < known, known - 1 - times, times), np.arange(B)[None]       # each sequence reversed
+            ends, given = (known - 1, np.arange(B)), F.tensor(known.astype(np.int32), x)
         last: list[list[Tensor]] = []
         for layer, suffixes in enumerate(self.suffixes()):
             outputs = []
             for reverse, suffix in enumerate(suffixes):
                 first = [state if state is None else state[len(last)] for state in states]
-                results = self.run(self.weights(suffix), x.flip(0) if reverse else x, *first)
-                last.append([y[-1] for y in results])
-                outputs.append(results[0].flip(0) if reverse else results[0])
+                turned = x if not reverse else x.flip(0) if backward is None else x[backward]
+                results = self.run(self.weights(suffix), turned, *first, lengths=given)
+                last.append([y[-1 if ends is None else ends] for y in results])
+                y = results[0]
+                outputs.append(y if not reverse else y.flip(0) if backward is None else y[backward])
             x = outputs[0] if len(outputs) == 1 else F.cat(outputs, -1)
             if self.dropouts and layer + 1 < self.num_layers:
                 x = self.dropouts[layer](x)
         output = x.transpose(0, 1) if self.batch_first else x
-        return output, *(F.stack(ends) for ends in zip(*last, strict=True))
+        return output, *(F.stack(states) for states in zip(*last, strict=True))
 
     def settings(self) -> str:
         return _settings(self, num_layers=1, nonlinearity='tanh', bias=True, batch_first=False, dropout=0.0,
@@ -248,8 +304,8 @@ class LSTM(_LSTM, _Recurrent):
     lstm.forward(x, h_0, c_0)
     """
 
-    def forward_tensors(self, x: Tensor, *states: Any) -> Any:
-        output, h_n, c_n = super().forward_tensors(x, *_pair(states))
+    def forward_tensors(self, x: Tensor, *states: Any, hx: Any = None, lengths: Numbers | None = None) -> Any:
+        output, h_n, c_n = super().forward_tensors(x, *_pair(_with_hx(states, hx)), lengths=lengths)
         return output, (h_n, c_n)
 
 

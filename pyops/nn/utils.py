@@ -1,10 +1,12 @@
 """Functions on whole models: clipping, where PyTorch has it, and accuracy."""
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pyops.autograd import no_grad
 from pyops.autograd.tensor import concatenate
+from pyops.nn import sequences
 from pyops.optim import clip_grad_norm_, clip_grad_value_
 
 if TYPE_CHECKING:
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
     from pyops.autograd import Tensor
     from pyops.nn.module import Module
 
-__all__ = ['accuracy', 'clip_grad_norm_', 'clip_grad_value_', 'parameters_to_vector', 'vector_to_parameters']
+# PyTorch's name, also for `from pyops.nn.utils.rnn import pad_sequence`
+rnn = sys.modules[f'{__name__}.rnn'] = sequences
+__all__ = ['accuracy', 'clip_grad_norm_', 'clip_grad_value_', 'parameters_to_vector', 'rnn', 'vector_to_parameters']
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:

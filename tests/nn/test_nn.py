@@ -407,6 +407,40 @@ def test_a_call_without_an_array_says_what_it_takes():
         layer(x)
 
 
+@pytest.mark.parametrize('options', [{}, dict(num_layers=2, batch_first=True, bidirectional=True)], ids=str)
+@pytest.mark.parametrize('kind', ['RNN', 'LSTM', 'GRU'])
+def test_recurrent_layers_take_sequences_of_unlike_lengths(torch, kind, options):
+    layer, lengths = getattr(nn, kind)(4, 5, **options), [6, 1, 4]
+    twin = getattr(torch.nn, kind)(4, 5, **options).double()
+    twin.load_state_dict({name: torch.tensor(one).double() for name, one in layer.state_dict().items()})
+    first = options.get('batch_first', False)
+    x = normal(3, 6, 4) if first else normal(6, 3, 4)
+    states = [normal(4 if options else 1, 3, 5) for _ in range(1 + (kind == 'LSTM'))]
+
+    def program(nn, layer, tensor):
+        leaves = [tensor(one) for one in (x, *states)]
+        packed = nn.utils.rnn.pack_padded_sequence(leaves[0], lengths, batch_first=first, enforce_sorted=False)
+        out, last = layer(packed, hx=leaves[1] if len(leaves) == 2 else tuple(leaves[1:]))
+        y, found = nn.utils.rnn.pad_packed_sequence(out, batch_first=first, total_length=6)
+        results = [y, *flat(last)]
+        sum((one * (i + 1.0)).sum() for i, one in enumerate(results)).backward()
+        return found.tolist(), [one.detach().numpy() for one in (*results, *(leaf.grad for leaf in leaves))], [
+            p.grad.numpy() for p in layer.parameters()]
+
+    ours = program(nn, layer, lambda one: Tensor(one, requires_grad=True))
+    theirs = program(torch.nn, twin, lambda one: torch.tensor(one).double().requires_grad_())
+    assert ours[0] == theirs[0] == lengths
+    for got, want in zip((*ours[1], *ours[2]), (*theirs[1], *theirs[2]), strict=True):
+        close(got, want)
+    y = layer(Tensor(x), lengths=np.array(lengths))[0].numpy()
+    assert not (y[1, 1:] if first else y[1:, 1]).any()
+    for wrong in ([6, 0, 4], [6, 1, 7], [6, 1], [1.0, 2.0, 3.0]):
+        with pytest.raises(ValueError, match=f'{kind}.*lengths: expected 3 whole numbers from 1 to 6, got'):
+            layer(Tensor(x), lengths=wrong)
+    with pytest.raises(TypeError, match='got a state and also hx'):
+        layer(Tensor(x), None, hx=Tensor(states[0]))
+
+
 def test_an_lstm_cell_takes_the_states_as_an_lstm_does():
     cell, x, h, c = shaken(nn.LSTMCell(4, 5)), normal(3, 4), normal(3, 5), normal(3, 5)
     want = [y.numpy() for y in cell(Tensor(x), Tensor(h), Tensor(c))]

@@ -482,6 +482,85 @@ def test_recurrent_layers_take_one_sequence(torch, kind, options):
         layer(Tensor(normal(6, 4)), *(Tensor(normal(2, 1, 5)) for _ in states))
 
 
+def test_sequences_are_padded_and_packed(torch):
+    def program(rnn, tensor, array):
+        given = [tensor(one) for one in (np.ones((2, 3)), 2 * np.ones((4, 3)), 3 * np.ones((1, 3)))]
+        padded = rnn.pad_sequence(given, batch_first=True, padding_value=-1.0)
+        packed = rnn.pack_sequence(given, enforce_sorted=False)
+        y, lengths = rnn.pad_packed_sequence(packed, True, -1.0)
+        rows = rnn.unpad_sequence(y, lengths, True)
+        return [array(one).tolist() for one in (padded, rnn.pad_sequence(given), y, lengths, *rows)], len(packed.data)
+
+    assert program(nn.utils.rnn, Tensor, np.asarray) == program(torch.nn.utils.rnn, torch.tensor, np.asarray)
+    with pytest.raises(ValueError, match='lengths: expected falling numbers'):
+        nn.utils.rnn.pack_padded_sequence(normal(3, 2, 4), [2, 3])
+
+
+@pytest.mark.parametrize('batch_first', [False, True])
+def test_attention_takes_one_sequence(torch, batch_first):
+    layer, twin = (module.MultiheadAttention(8, 2, batch_first=batch_first) for module in (nn, torch.nn))
+    twin.load_state_dict({name: torch.tensor(one) for name, one in layer.state_dict().items()})
+    twin.double()
+    padding = np.array([False, True, False, False])
+    for options in ({}, dict(need_weights=False), dict(key_padding_mask=padding), dict(average_attn_weights=False)):
+        twins = {name: torch.tensor(one) if isinstance(one, np.ndarray) else one for name, one in options.items()}
+        alike(torch, lambda *x, options=options: F.cat([y.reshape(-1) for y in layer(*x, **options) if y is not None]),
+              lambda *x, twins=twins: torch.cat([y.reshape(-1) for y in twin(*x, **twins) if y is not None]),
+              normal(5, 8), normal(4, 8), normal(4, 8))
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first).eval()
+    x = normal(5, 8)
+    close(encoder(x).numpy(), encoder(np.expand_dims(x, 1 - batch_first)).numpy().reshape(5, 8))
+
+
+def test_parameters_have_the_order_of_torch(torch):
+    def names(nn):
+        return [[name for name, _ in model.named_parameters()] for model in (
+            nn.TransformerDecoderLayer(8, 2, 16), nn.TransformerEncoderLayer(8, 2, 16), nn.Transformer(8, 2, 1, 1, 16),
+            nn.MultiheadAttention(8, 2, kdim=3, vdim=4))]
+
+    assert names(nn) == names(torch.nn)
+    mask = [one.Transformer.generate_square_subsequent_mask(3).tolist() for one in (nn, torch.nn)]
+    assert mask[0] == mask[1]
+
+
+INITIALISERS = {
+    'zeros_': (), 'ones_': (), 'constant_': (0.3,), 'eye_': (), 'uniform_': (-1.0, 3.0), 'normal_': (1.0, 2.0),
+    'trunc_normal_': (0.0, 1.0, -0.5, 1.0), 'xavier_uniform_': (2.0,), 'xavier_normal_': (), 'kaiming_uniform_': (5 ** 0.5,),
+    'kaiming_normal_': (0, 'fan_out', 'relu'), 'orthogonal_': (3.0,)}
+
+
+@pytest.mark.parametrize('name', INITIALISERS)
+def test_initialisers_set_tensors_as_those_of_torch(torch, name):
+    arguments, layer = INITIALISERS[name], nn.Linear(80, 60)
+    assert getattr(nn.init, name)(layer.weight, *arguments) is layer.weight
+    alone = getattr(nn.init, name)(Tensor(np.zeros((60, 80)), requires_grad=True), *arguments)
+    want = getattr(torch.nn.init, name)(torch.empty(60, 80), *arguments).numpy()
+    nn.Sequential(layer).parameters()           # the values stay when the tree is complete
+    for found in (layer.weight.numpy(), alone.numpy()):
+        assert abs(found.mean() - want.mean()) < 0.1 and abs(found.std() - want.std()) < 0.03 * want.std() + 1e-9
+        assert abs(found.min() - want.min()) < 0.25 * np.ptp(want) + 1e-7
+        if name == 'orthogonal_':
+            close(found @ found.T, 9 * np.eye(60))
+        if not want.std() or name == 'eye_':
+            assert (found == want).all()
+    if name in ('uniform_', 'orthogonal_'):
+        one, two = (getattr(nn.init, name)(nn.Linear(3, 4).weight, *arguments, generator=np.random.default_rng(1)).numpy()
+                    for _ in range(2))
+        assert (one == two).all()
+
+
+def test_names_of_modules_of_torch_can_be_imported():
+    from pyops.nn.functional import relu
+    from pyops.nn.utils.rnn import pad_sequence
+    from pyops.optim.lr_scheduler import StepLR
+    assert relu is F.relu and nn.functional is F and StepLR is optim.StepLR and pad_sequence is nn.utils.rnn.pad_sequence
+    assert nn.init.calculate_gain('leaky_relu', 0.2) == (2 / 1.04) ** 0.5
+    with pytest.raises(ValueError, match='calculate_gain: nonlinearity: expected one of linear'):
+        nn.init.calculate_gain('gelu')
+    with pytest.raises(ValueError, match='eye_: expected a matrix'):
+        nn.init.eye_(Tensor(normal(2)))
+
+
 @pytest.mark.parametrize('kind', ['RNNCell', 'LSTMCell', 'GRUCell'])
 def test_cells_take_one_input(kind):
     cell, x = getattr(nn, kind)(4, 5), normal(4)
