@@ -103,7 +103,7 @@ def main(argv=None):
     run = fit.Run(args.seed, args.batch_size)
     train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(images)), '-b, --hidden or --blocks',
                                    images=images_here, label_table=label_table, one=one,
-                                   **dict(changed=changed) if args.augment else {}, **dict(model.named_buffers()),
+                                   **dict(changed=changed) if args.augment else {}, **model.buffer_arrays(),
                                    **optimizer.arrays(), **history.arrays())
     if train_step is None:
         return

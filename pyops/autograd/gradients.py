@@ -268,9 +268,15 @@ def _one(shape: Shape, dtype: np.dtype, device: Device) -> NDArray:
     return ndarray.ones(shape, dtype, device)
 
 
-def backward(outputs: Sequence[Tensor], gradients: Sequence[Numbers | None], create_graph: bool = False,
-             retain_graph: bool | None = None) -> None:
-    """Add the gradients of the outputs, started with `gradients`, to the .grad of all leaves."""
+def backward(outputs: Sequence[Tensor] | Tensor, gradients: Sequence[Numbers | None] | None = None,
+             create_graph: bool = False, retain_graph: bool | None = None) -> None:
+    """Add the gradients of the outputs, started with `gradients`, to the .grad of all leaves.
+
+    outputs: one Tensor or several;  gradients: None: 1 for each output, which must be a scalar then
+    """
+    if hasattr(outputs, 'origin'):
+        outputs, gradients = [outputs], None if gradients is None else [gradients]              # type: ignore[list-item]
+    gradients = [None] * len(outputs) if gradients is None else gradients
     walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, accumulate=True)
     _start(walk, outputs, gradients)
     walk.run()

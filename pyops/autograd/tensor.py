@@ -193,15 +193,16 @@ class Tensor(Recorded, Methods):
                 tensor._grad = new if tensor._grad is None else tensor._grad + new
         self.register_hook(keep)
 
-    def backward(self, grad: Numbers | None = None, create_graph: bool = False, retain_graph: bool | None = None) -> None:
+    def backward(self, grad: Numbers | None = None, create_graph: bool = False, retain_graph: bool | None = None, *,
+                 gradient: Numbers | None = None) -> None:
         """Add the gradient of this tensor with respect to each leaf it depends on to the leaf's .grad.
 
-        grad            the gradient of this tensor; None: 1, for a scalar
+        grad            the gradient of this tensor; None: 1, for a scalar.  Also by PyTorch's name, gradient
         create_graph    record the gradients so that they can be differentiated again.  Prefer grad() for this: a .grad with
                         a history and its leaf keep each other alive
         retain_graph    keep the values saved by the ops for another backward; None: same as create_graph
         """
-        backward([self], [grad], create_graph, retain_graph)
+        backward([self], [grad if gradient is None else gradient], create_graph, retain_graph)
 
     # -- arithmetic
 

@@ -331,8 +331,8 @@ class _BatchNorm(KernelLayer):
     Training updates running_mean and running_var, moving averages that replace the batch statistics in evaluation.
     affine=False: without weight and bias.  track_running_stats=False: evaluation normalises over the batch, too.
     """
-    running_mean: Array | None
-    running_var: Array | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
     dimensions: tuple[int, ...]         # of x
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
@@ -345,8 +345,8 @@ class _BatchNorm(KernelLayer):
         self.bias = Parameter((num_features,), init.zeros()) if affine else None
         self.running_mean = self.running_var = None
         if track_running_stats:
-            self.register_buffer('running_mean', backend.zeros(num_features))
-            self.register_buffer('running_var', backend.put(np.ones(num_features, np.float32)))
+            self.register_buffer('running_mean', Tensor(ndarray.as_ndarray(backend.zeros(num_features))))
+            self.register_buffer('running_var', Tensor(ndarray.as_ndarray(backend.put(np.ones(num_features, np.float32)))))
 
     def op(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         return (ops.BatchNorm, {'weight': self.weight, 'bias': self.bias},

@@ -545,7 +545,12 @@ class Module:
 
     def _places(self) -> dict[str, Array]:
         return {name: parameter.flat_parameter().value for name, parameter in self.named_parameters()} \
-            | dict(self.named_buffers(persistent=True))
+            | self.buffer_arrays(persistent=True)
+
+    def buffer_arrays(self, persistent: bool = False) -> dict[str, Array]:
+        """Return {name: array} of the buffers over the same memory, as kernels and plans take them.   persistent: as in
+        named_buffers"""
+        return {name: _kernel_view(buffer) for name, buffer in self.named_buffers(persistent=persistent)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -709,7 +714,7 @@ class KernelLayer(Layer):
     def forward_arrays(self, *inputs: Any) -> tuple[Any, Any]:
         op, parameters, settings = self.op()
         one = op(**{argument: parameter.flat_parameter() for argument, parameter in parameters.items()}, **settings)
-        y, ctx = one.forward(*inputs, *self.constants())
+        y, ctx = one.forward(*inputs, *map(_kernel_view, self.constants()))
         return y, (one, ctx)
 
     def backward(self, dy: Any, ctx: Any) -> Any:
@@ -737,6 +742,11 @@ def _without_named(hook: Callable[..., Any]) -> Callable[..., Any]:
         changed = hook(module, inputs)
         return None if changed is None else (changed if isinstance(changed, tuple) else (changed,), named)
     return called
+
+
+def _kernel_view(buffer: Any) -> Any:
+    """Return the array of a Tensor for kernels; anything else unchanged."""
+    return buffer.device.kernel_view(buffer.array) if isinstance(buffer, Tensor) else buffer
 
 
 def check_member_name(module: Module, name: str) -> None:

@@ -218,7 +218,7 @@ class Training:
         rng = np.random.default_rng(program.seed)
         self.program, self.net = program, Net(program).reset_parameters(program.seed)
         self.params = self.net.params           # the module searches its tree for them
-        self.buffers = dict(self.net.named_buffers())
+        self.buffers = self.net.buffer_arrays()
         _vary(self.params, np.random.default_rng(program.seed))
         name, settings = program.optimizer
         self.optimizer, self.history = getattr(optim, name)(self.params, **settings), History()

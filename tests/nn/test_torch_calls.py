@@ -130,6 +130,35 @@ def test_new_tensors_take_the_name_of_a_device():
     assert all(x.device is ndarray.cpu() for x in made) and made[0].tolist() == made[1].tolist() == [0, 1, 2]
 
 
+def test_gradients_are_given_by_name_and_start_from_several_outputs(torch):
+    def program(autograd, x, weights):
+        (x * 2).backward(gradient=weights)
+        autograd.backward([x.sum(), (x * x).sum()])
+        autograd.backward(x * 3, weights)
+        return x.grad.tolist()
+
+    x, weights = normal(3), normal(3)
+    found = program(pyops.autograd, Tensor(x, requires_grad=True), Tensor(weights))
+    np.testing.assert_allclose(found, program(torch.autograd, torch.tensor(x, requires_grad=True), torch.tensor(weights)),
+                               rtol=1e-6)
+
+
+def test_running_statistics_and_buffers_are_tensors():
+    layer, x = nn.BatchNorm1d(3), normal(8, 3)
+    layer.register_buffer('table', Tensor(np.arange(4)))
+    layer(Tensor(x))
+    assert isinstance(layer.running_mean, Tensor) and not layer.running_mean.requires_grad
+    close(layer.running_mean.clone().numpy(), 0.1 * x.mean(0))
+    state = layer.state_dict()
+    assert state['table'].tolist() == [0, 1, 2, 3] and (state['running_var'] == layer.running_var).all()
+    twin = nn.BatchNorm1d(3)
+    twin.register_buffer('table', Tensor(np.zeros(4, np.int32)))
+    twin.load_state_dict(state)
+    assert twin.table.tolist() == [0, 1, 2, 3] and (twin.running_mean == layer.running_mean).all()
+    twin.running_mean[...] = 0.0
+    assert (twin.eval()(Tensor(x)) != layer.eval()(Tensor(x))).any()
+
+
 def test_a_conversion_keeps_the_gradient():
     x = Tensor(normal(3), requires_grad=True)
     (x.to('cpu', 'float64') * 2).sum().backward()
