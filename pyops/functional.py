@@ -574,6 +574,29 @@ def embedding(ids: Numbers, weight: Numbers, padding_idx: int | None = None) -> 
     return where((ids != padding_idx).unsqueeze(-1), weight[ids], weight.detach()[ids])
 
 
+def embedding_bag(ids: Numbers, weight: Numbers, offsets: Numbers | None = None, mode: str = 'mean') -> Tensor:
+    """Return the mean, sum or maximum of the rows weight[ids] of each bag (B, E), 0 for an empty one.
+
+    ids (B, n): bags of equal size; or ids (N,) and offsets (B,): where each bag begins.  mode: 'mean', 'sum', 'max', which
+    needs bags of equal size
+    """
+    if mode not in ('mean', 'sum', 'max'):
+        raise ValueError(f"embedding_bag: mode: expected 'mean', 'sum' or 'max', got {mode!r}")
+    ids = tensor(ids)
+    if (ids.ndim, offsets is None) not in ((2, True), (1, False)) or mode == 'max' and offsets is not None:
+        raise ValueError(f"embedding_bag: expected ids (B, n), or ids (N,) and offsets without mode 'max', got {ids.shape} and "
+                         f'{"no offsets" if offsets is None else "offsets"}')
+    rows = embedding(ids, weight)
+    if offsets is None:
+        return getattr(rows, mode)(1)
+    starts = np.asarray(tensor(offsets).numpy())
+    counts = np.diff(np.append(starts, len(ids)))
+    shares = (np.arange(len(starts))[:, None] == np.repeat(np.arange(len(starts)), counts)).astype(np.float64)
+    if mode == 'mean':
+        shares /= np.maximum(counts, 1)[:, None]
+    return Tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
+
+
 _masks = itertools.count()
 
 
@@ -1108,6 +1131,15 @@ def pixel_shuffle(x: Numbers, upscale_factor: int) -> Tensor:
     n = len(N)
     return x.reshape(*N, C // (r * r), r, r, H, W).permute(*range(n), n, n + 3, n + 1, n + 4, n + 2).reshape(
         *N, C // (r * r), H * r, W * r)
+
+
+def channel_shuffle(x: Numbers, groups: int) -> Tensor:
+    """Return x (N, C, ...) with the channels of `groups` groups in turns: one of each, then the next of each."""
+    x = tensor(x)
+    N, C, *rest = x.shape
+    if C % groups:
+        raise ValueError(f'channel_shuffle: groups: expected a divisor of {C} channels, got {groups}')
+    return x.reshape(N, groups, C // groups, *rest).swapaxes(1, 2).reshape(x.shape)
 
 
 def pixel_unshuffle(x: Numbers, downscale_factor: int) -> Tensor:

@@ -228,6 +228,17 @@ class Optimizer:
                 group[name] = value
         self._own |= {f'lr.{i}': group.rate for i, group in enumerate(self.param_groups) if i}
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings of a group that has none of its own."""
+        return {'lr': self.lr, **{name: getattr(self, name) for name in self.settings}}
+
+    def __repr__(self) -> str:
+        lines = [f'{type(self).__name__} (']
+        for i, group in enumerate(self.param_groups):
+            lines += [f'Parameter Group {i}', *(f'    {name}: {value}' for name, value in group.settings().items())]
+        return '\n'.join([*lines, ')'])
+
     def _check_positional(self, more: tuple[Any, ...]) -> None:
         """Raise TypeError if arguments after lr were given by position."""
         if more:
@@ -881,7 +892,8 @@ def _group_specs(params: Any) -> list[dict[str, Any]]:
     """Return the parameter groups as dicts: one of all Tensors, unless dicts are given."""
     if hasattr(params, 'requires_grad') or hasattr(params, 'parameters'):
         return [{'params': params}]                     # _unique explains it
-    given = list(params)
+    given = [one[1] if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) else one
+             for one in params]                         # named_parameters()
     if not given or not all(isinstance(spec, dict) for spec in given):
         return [{'params': given}]
     for spec in given:

@@ -91,6 +91,13 @@ class Softmin(FunctionLayer, function=F.softmin, dim=-1):
     """y = exp(-x) / sum exp(-x) along an axis"""
 
 
+class Softmax2d(Layer):
+    """y = exp(x) / sum exp(x) over the channels of images (N, C, H, W)."""
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.softmax(x, -3)
+
+
 class PReLU(Layer):
     """y = x where x > 0, else weight x;  weight (num_parameters,): one, or one for each channel of x (N, C, ...)."""
 

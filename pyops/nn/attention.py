@@ -50,6 +50,7 @@ class _Attention(Layer):
         if add_bias_kv or add_zero_attn:
             raise ValueError(f'{name}: add_bias_kv and add_zero_attn: expected False, got True; append rows to key and value')
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
+        self.head_dim = embed_dim // num_heads
         self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         sizes = embed_dim, self.kdim, self.vdim
         if sizes == (embed_dim,) * 3:

@@ -47,6 +47,10 @@ class PixelUnshuffle(FunctionLayer, function=F.pixel_unshuffle, downscale_factor
     """Move space into channels: the inverse of PixelShuffle."""
 
 
+class ChannelShuffle(FunctionLayer, function=F.channel_shuffle, groups=...):
+    """The channels of `groups` groups in turns: one of each, then the next of each."""
+
+
 class Upsample(FunctionLayer, function=F.interpolate, size=None, scale_factor=None, mode='nearest', align_corners=None):
     """Resize the axes after the channels, to a size or by a factor.  See F.interpolate."""
 

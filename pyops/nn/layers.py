@@ -515,6 +515,23 @@ class Embedding(KernelLayer):
             '' if self.padding_idx is None else f', padding_idx={self.padding_idx}')
 
 
+class EmbeddingBag(Layer):
+    """The mean, sum or maximum of the rows weight[ids] of each bag; see F.embedding_bag.
+
+    weight (num_embeddings, embedding_dim) is initialised with normal(1).
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, mode: str = 'mean', sparse: bool = False) -> None:
+        self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
+        self.weight = Parameter((num_embeddings, embedding_dim), init.normal(1.0))
+
+    def forward_tensors(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        return F.embedding_bag(ids, self.weight, offsets, self.mode)
+
+    def settings(self) -> str:
+        return f'{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}'
+
+
 class _Images(KernelLayer):
     """Base of layers of images (N, C, H, W), on Tensors also of one image (C, H, W)."""
 

@@ -544,8 +544,16 @@ class Module:
         return found
 
     def _places(self) -> dict[str, Array]:
-        return {name: parameter.flat_parameter().value for name, parameter in self.named_parameters()} \
+        places = {name: parameter.flat_parameter().value for name, parameter in self.named_parameters()} \
             | self.buffer_arrays(persistent=True)
+        order = {path: i for i, (path, _) in enumerate(self.named_modules())}
+
+        def module_of(name: str) -> int:
+            path = name.rpartition('.')[0]
+            while path not in order:                    # a parameter in a list
+                path = path.rpartition('.')[0]
+            return order[path]
+        return dict(sorted(places.items(), key=lambda item: module_of(item[0])))        # module by module, as PyTorch's
 
     def buffer_arrays(self, persistent: bool = False) -> dict[str, Array]:
         """Return {name: array} of the buffers over the same memory, as kernels and plans take them.   persistent: as in

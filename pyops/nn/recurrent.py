@@ -228,6 +228,14 @@ class _Recurrent(_Weights):
                 self.add_weights(hidden_size * len(suffixes) if layer else input_size, suffix)
         self.dropouts = [Dropout(dropout) for _ in range(num_layers - 1)] if dropout else []
 
+    def flatten_parameters(self) -> None:
+        """Do nothing: the parameters of a tree share one buffer."""
+
+    @property
+    def all_weights(self) -> list[list[Parameter]]:
+        """The parameters of each layer and direction."""
+        return [[one for one in self.weights(suffix) if one is not None] for layer in self.suffixes() for suffix in layer]
+
     def suffixes(self) -> list[list[str]]:
         """Return for each layer the ends of the parameter names of each direction."""
         directions = ('', '_reverse') if self.bidirectional else ('',)

@@ -81,6 +81,10 @@ TABLE = [
         (normal(3, 6, 5),)),
     Row('batch_norm_1d', lambda: nn.BatchNorm1d(9), lambda t: t.BatchNorm1d(9), (normal(14, 9),)),
     Row('embedding', lambda: nn.Embedding(7, 5), lambda t: t.Embedding(7, 5), (IDS,)),
+    *(Row(f'embedding_bag-{mode}', lambda mode=mode: nn.EmbeddingBag(7, 5, mode=mode),
+          lambda t, mode=mode: t.EmbeddingBag(7, 5, mode=mode), inputs) for mode, inputs in (
+        ('mean', (IDS,)), ('max', (IDS,)), ('sum', (np.arange(6, dtype=np.int32), np.array([0, 2, 2, 3], np.int32))),
+        ('mean', (np.arange(6, dtype=np.int32), np.array([0, 2, 2, 3], np.int32))))),
     Row('embedding-padding', lambda: nn.Embedding(7, 5, -4), lambda t: t.Embedding(7, 5, -4), (IDS,)),
     Row('conv2d', lambda: nn.Conv2d(3, 4, 3), lambda t: t.Conv2d(3, 4, 3), (normal(2, 3, 6, 7),)),
     Row('conv2d-stride-padding-dilation', lambda: nn.Conv2d(3, 4, (2, 3), 2, (1, 2), 2, bias=False),
@@ -143,6 +147,7 @@ TABLE = [
         ('InstanceNorm2d', (4, 0.1, 0.1, True)), ('AdaptiveMaxPool2d', (2,)), ('AdaptiveMaxPool2d', ((4, 3),)),
         ('AdaptiveAvgPool2d', ((None, 3),)), ('Upsample', ((7, 9), None, 'bilinear')), ('Upsample', (None, 2, 'nearest')),
         ('Upsample', (None, (1.5, 2.2), 'bilinear', True)), ('UpsamplingNearest2d', (None, 2)), ('PixelShuffle', (2,)),
+        ('ChannelShuffle', (2,)), ('Softmax2d', ()),
         ('Unfold', ((3, 2), 1, 1, 2)), ('ConstantPad2d', ((1, 2, 0, 3), -1.0)), ('ReflectionPad2d', (2,)),
         ('ReplicationPad2d', (2,)), ('CircularPad2d', ((1, 2, 3, 0),)), ('ZeroPad2d', (1,)), ('Dropout2d', (0.0,)),
         ('ConvTranspose2d', (4, 3, 3)), ('ConvTranspose2d', (4, 6, (3, 2), (2, 3), 1, (1, 2), 2, False)),

@@ -548,6 +548,14 @@ def test_parameters_have_the_order_of_torch(torch):
             nn.MultiheadAttention(8, 2, kdim=3, vdim=4))]
 
     assert names(nn) == names(torch.nn)
+
+    def states(nn):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 3), nn.LSTM(3, 4, bidirectional=True))
+        model[3].flatten_parameters()
+        return ([name for name in model.state_dict() if 'num_batches' not in name],
+                [[tuple(one.shape) for one in layer] for layer in model[3].all_weights], nn.MultiheadAttention(8, 2).head_dim)
+
+    assert states(nn) == states(torch.nn)
     mask = [one.Transformer.generate_square_subsequent_mask(3).tolist() for one in (nn, torch.nn)]
     assert mask[0] == mask[1]
 

@@ -605,6 +605,8 @@ def test_groups_are_added_and_a_step_calls_a_closure(torch):
     before = mine[1].numpy().copy()
     want = float((mine[0].numpy().astype('d') ** 2).sum() + before.sum())
     assert abs(ours.step(closure).item() - want) < 1e-4 and (mine[1].numpy() != before).all()
+    assert ours.defaults['lr'] == 0.1 and 'Parameter Group 1\n    lr: 0.02\n    weight_decay: 0.1' in repr(ours)
+    assert len(optim.SGD(nn.Linear(2, 3).named_parameters()).param_groups[0]['params']) == 2
     with pytest.raises(ValueError, match='a Tensor is in two parameter groups'):
         ours.add_param_group({'params': [mine[0]]})
     with pytest.raises(TypeError, match='add_param_group: expected an optimizer of Tensors'):
