@@ -462,9 +462,9 @@ class Module:
             parameter.requires_grad_(requires_grad)
         return self
 
-    def register_buffer(self, name: str, array: Array, persistent: bool = True) -> None:
-        """Register an array that changes from step to step, such as a running mean, as attribute `name`.  persistent:
-        include it in state_dict()."""
+    def register_buffer(self, name: str, array: Any, persistent: bool = True) -> None:
+        """Register a Tensor or an array that changes from step to step, such as a running mean, as attribute `name`; None keeps
+        the name for later.  persistent: include it in state_dict()."""
         setattr(self, name, array)
         self.__dict__.setdefault('_buffers', {})[name] = persistent
 
@@ -475,8 +475,9 @@ class Module:
         prefix, recurse: as in named_parameters.
         """
         modules = self.named_modules(prefix) if recurse else [(prefix, self)]
-        return Members((f'{path}.{name}' if path else name, getattr(module, name)) for path, module in modules
-                       for name, is_saved in vars(module).get('_buffers', {}).items() if is_saved or not persistent)
+        return Members((f'{path}.{name}' if path else name, vars(module)[name]) for path, module in modules
+                       for name, is_saved in vars(module).get('_buffers', {}).items()
+                       if (is_saved or not persistent) and vars(module).get(name) is not None)
 
     def buffers(self, recurse: bool = True) -> Members[Array]:
         """Return the buffers of the tree.  recurse: as in named_parameters."""

@@ -145,7 +145,11 @@ def test_gradients_are_given_by_name_and_start_from_several_outputs(torch):
 
 def test_running_statistics_and_buffers_are_tensors():
     layer, x = nn.BatchNorm1d(3), normal(8, 3)
-    layer.register_buffer('table', Tensor(np.arange(4)))
+    layer.register_buffer('table', None)
+    layer.register_buffer('other', Tensor(x))
+    del layer.other
+    assert [name for name, _ in layer.named_buffers()] == list(layer.state_dict())[2:] == ['running_mean', 'running_var']
+    layer.table = Tensor(np.arange(4))
     layer(Tensor(x))
     assert isinstance(layer.running_mean, Tensor) and not layer.running_mean.requires_grad
     close(layer.running_mean.clone().numpy(), 0.1 * x.mean(0))
