@@ -178,9 +178,11 @@ class Contest:
     def translate(self, folder, kind, threads=1):
         """Return turn(first, last, size), which translates these sentences, `size` at a time, and a function that turns its
         result into the worker's answer: the tokens.  Our plans persist between turns, as when sentences are served."""
+        from pyops.text import decoding
         from pyops.text.pairs import Sequences
         from pyops.text.vocabulary import PAD
         config = self.config(folder)
+        decoding.REPEATS = config.num_steps + 1             # the others do not cut a repetition, and untrained weights repeat
         with np.load(folder / 'data.npz') as file:
             source = file['source']
         who, _, compute = kind.partition('/')

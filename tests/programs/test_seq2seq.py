@@ -28,7 +28,7 @@ import pyops
 from pyops import backend, checkpoint
 from pyops.errors import UserError
 from pyops.philox import dropout_mask
-from pyops.text import embedded
+from pyops.text import decoding, embedded
 from pyops.text.pairs import Pairs, Sequences
 from pyops.text.translator import Translator
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
@@ -114,8 +114,9 @@ def test_loss_and_every_gradient_equal_torch(torch, layers, dropout, options):
 
 
 @models
-def test_the_benchmarks_twin_is_the_same_model(torch, options):
-    """The same loss, gradients and translations."""
+def test_the_benchmarks_twin_is_the_same_model(torch, options, monkeypatch):
+    """The same loss, gradients and translations; the twin does not cut a repetition."""
+    monkeypatch.setattr(decoding, 'REPEATS', SMALL['num_steps'] + 1)
     from bench.torch_seq2seq import TorchSeq2Seq
     from bench.torch_step import copy_weights
     config = Config(50, 61, dropout=0.0, **SMALL, **options)
@@ -393,15 +394,17 @@ def test_sizes_that_attention_and_directions_do_not_fit_are_refused(options, tex
         Config(20, 21, **SMALL | options)
 
 
-def test_a_model_without_a_word_to_say_stops_after_num_steps():
+def test_a_model_without_a_word_to_say_stops_after_num_steps_or_as_a_repetition(monkeypatch):
     config = Config(8, 9, **SMALL)
     model = Seq2Seq(config)
     model.params['output.weight'].value[...] = 0
     model.params['output.bias'].value[...] = np.arange(9) == 7
-    said = model.translate(Sequences.of([np.full(7, 4)] * 3, 7))
-    assert said.shape == (7, 3) and (said == 7).all()
     vocabulary = Vocabulary([*SPECIALS, *'abcde'])
-    assert Translator(model, vocabulary, vocabulary).sentences(['a b']) == ['d d d d d d d']
+    for repeats, length in ((4, 4), (8, 7)):
+        monkeypatch.setattr(decoding, 'REPEATS', repeats)
+        said = model.translate(Sequences.of([np.full(7, 4)] * 3, 7))
+        assert said.shape == (length, 3) and (said == 7).all()
+        assert Translator(model, vocabulary, vocabulary).sentences(['a b']) == [' '.join(['d'] * length)]
 
 
 # ---- the program: resumed runs, threads, signals ------------------------------------------------------

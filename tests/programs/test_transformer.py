@@ -27,7 +27,7 @@ from pyops.optim import Adam
 from pyops.philox import dropout_mask
 from pyops.quantization import Recipe, family
 from pyops.steps import SizedSteps
-from pyops.text import embedded, serving, training
+from pyops.text import decoding, embedded, serving, training
 from pyops.text.detokenize import detokenize
 from pyops.text.pairs import Sequences
 from pyops.text.translator import Translator
@@ -266,7 +266,8 @@ def test_no_word_sees_a_later_one():
 # ---- decoding ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('pre_norm', [False, True])
-def test_decoding_with_cached_keys_and_values_equals_a_full_forward_pass_at_each_step(pre_norm):
+def test_decoding_with_cached_keys_and_values_equals_a_full_forward_pass_at_each_step(pre_norm, monkeypatch):
+    monkeypatch.setattr(decoding, 'REPEATS', 10)        # the loop below does not cut a repetition
     _, vocabularies, pairs = small_corpus(200)
     model, B = Transformer(Config(*map(len, vocabularies), d_model=32, layers=3, pre_norm=pre_norm), seed=1), 40
     train_steps(model, pairs, 60, lr=0.003)             # untrained, it would say one word all the time
