@@ -1,19 +1,33 @@
 """Tests of the op table: kernels that are replaced by wrong ones, each of which the table must reject.
 
 A mutant changes one output of one kernel, on the CPU, in this process: launches of the kernel are wrapped.  It is killed if a
-test of the op table fails for a row that launches the kernel.
+test of the op table fails for a row that launches the kernel.  Kernels that the table does not launch, those of optimisers, of
+strided arrays and of float64, are tried on the tests of MODULES instead.
 """
 import contextlib
 import functools
+import importlib
+import itertools
 import os
+import signal
+import sys
+import time
+import traceback
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
+import pytest
 import test_table
+from conftest import ROOT
 from rows import EACH, EXAMPLES, SMALL, Run
 
+from pyops import backend
 from pyops.backend import HOST, library
+from pyops.backend.arrays import Array
 from pyops.backend.device import HOST_ARGUMENTS
 
 KINDS = 'nothing', 'zeros', 'stale', 'last row', 'last column', 'share', 'added'
@@ -22,6 +36,11 @@ TESTS = (test_table.test_forward_equals_the_formula_in_float64, test_table.test_
          test_table.test_writes_stay_inside_and_nothing_uninitialised_is_read)
 AXES = {'last row': 2, 'last column': 2, 'share': 1}        # that an output has at least
 ROWS_TRIED = 6              # rows of a kernel on which a mutant is tried, before it counts as a survivor
+MODULES = 'backend/test_strided', 'training/test_optim', 'autograd/test_double', 'backend/test_ndarray'
+PARAMETERS = 12             # of a test of these modules that are tried, at most
+CASES_TRIED = 8             # tests of a kernel that only these modules launch
+LONGEST = 2.0               # seconds that a case takes, at most
+MOST_SECONDS = 200          # after which a mutant counts as killed
 
 
 class Mutant(NamedTuple):
@@ -43,9 +62,16 @@ class Launches(NamedTuple):
     outputs: dict
 
 
+class Case(NamedTuple):
+    """A test with its parameters."""
+    name: str
+    run: Callable[[], object]
+
+
 def outputs_of(kernel, values):
     """Return {argument: array} of the arrays that a launch may write to, without the workspace."""
     arguments = library.cpu().functions[f'pyops_{kernel}'].arguments
+    values = [HOST.numpy(value) if isinstance(value, Array) else value for value in values]
     return {a.name: value for a, value in zip(arguments, values, strict=False)
             if a.pointer and not a.const and isinstance(value, np.ndarray) and value.size
             and a.name != 'work' and a.name not in HOST_ARGUMENTS}
@@ -79,6 +105,81 @@ def launches():
     return Launches({kernel: list(rows) for kernel, rows in found.rows.items()}, found.outputs)
 
 
+@functools.cache
+def others():
+    """Run the tests of MODULES, and return ({kernel: [Case]} of the kernels that the op table does not launch, quick ones
+    first, {(kernel, argument): axes} as in Launches)."""
+    table, found, outputs = launches().rows, {}, {}
+    for case in _cases_of_modules():
+        seen = {}
+
+        def note(run, kernel, values, seen=seen):
+            if kernel not in table:
+                for name, array in outputs_of(kernel, values).items():
+                    seen[kernel, name] = max(seen.get((kernel, name), 0), array.ndim)
+            run()
+        start = time.perf_counter()
+        try:
+            # No case has several threads: the process of a mutant, a fork, would wait for them for ever.
+            with wrapped(note), mock.patch.object(backend, 'set_threads', side_effect=NotImplementedError):
+                case.run()
+        except BaseException:                   # also of pytest.skip
+            continue
+        seconds = time.perf_counter() - start
+        for (kernel, name), axes in seen.items() if seconds < LONGEST else ():
+            outputs[kernel, name] = max(outputs.get((kernel, name), 0), axes)
+            found.setdefault(kernel, {})[case] = seconds
+    return {kernel: sorted(times, key=times.get) for kernel, times in found.items()}, outputs
+
+
+def _cases_of_modules():
+    """Yield Cases of the tests that need no other fixture than torch and monkeypatch."""
+    for module in MODULES:
+        folder, name = (ROOT / 'tests' / module).parent, module.rpartition('/')[2]
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        tests = vars(importlib.import_module(name))
+        for test in [value for key, value in tests.items() if key.startswith('test_')]:
+            sets = [[{}]]
+            for mark in getattr(test, 'pytestmark', []):
+                if mark.name == 'parametrize':
+                    names, values = mark.args
+                    names = [one.strip() for one in names.split(',')] if isinstance(names, str) else names
+                    sets.append([dict(zip(names, getattr(value, 'values', value if len(names) > 1 else [value]), strict=True))
+                                 for value in values])
+            choices = [functools.reduce(dict.__or__, one) for one in itertools.product(*sets)]
+            needs = set(test.__code__.co_varnames[:test.__code__.co_argcount]) - choices[0].keys()
+            if needs - {'torch', 'monkeypatch'}:
+                continue
+            if 'torch' in needs:
+                choices = [one | {'torch': importlib.import_module('torch')} for one in choices]
+            for number in np.linspace(0, len(choices) - 1, min(len(choices), PARAMETERS), dtype=int):
+                yield Case(test.__name__, functools.partial(_launching, test, choices[number], 'monkeypatch' in needs))
+
+
+def _launching(test, named, patches):
+    """Run a test so that optimisers launch their kernels, as they do when there is a listener, and do not replay them.
+    patches: whether it needs the fixture monkeypatch"""
+    with (warnings.catch_warnings(action='ignore'), backend.hooks(listen=lambda kernel, values: True),
+          pytest.MonkeyPatch.context() as patch):
+        test(**named, **({'monkeypatch': patch} if patches else {}))
+
+
+def cases(kernel):
+    """Return the Cases on which the mutants of a kernel are tried."""
+    if kernel in launches().rows:
+        return [Case(test.__name__, functools.partial(_run_row, test, row, size))
+                for row, size in _spread(launches().rows[kernel]) for test in TESTS]
+    found, seen = others()[0][kernel], Counter()
+    first = [case for case in found if not seen[case.name] and not seen.update([case.name])]
+    return (first + [case for case in found if case not in first])[:CASES_TRIED]
+
+
+def _run_row(test, row, size):
+    with _known_differences(row, size):
+        test(row, size)
+
+
 def share_of(y):
     """Return the part of an output that the second of three threads writes, as a view: its rows in the middle, at least one.
     If there is one row, the threads share what is in it."""
@@ -90,15 +191,17 @@ def share_of(y):
 
 
 def mutants(kernels=None):
-    """Return the Mutants of these kernels, by default of all that the op table launches."""
-    return [Mutant(kernel, output, kind) for (kernel, output), axes in sorted(launches().outputs.items())
+    """Return the Mutants of these kernels, by default of all that the op table or the tests of MODULES launch."""
+    outputs = launches().outputs
+    if kernels is None or not set(kernels) <= launches().rows.keys():
+        outputs = outputs | others()[1]
+    return [Mutant(kernel, output, kind) for (kernel, output), axes in sorted(outputs.items())
             for kind in KINDS if (kernels is None or kernel in kernels) and axes >= AXES.get(kind, 0)]
 
 
 def killer(mutant):
-    """Return the name of the first test of the op table that fails with a mutant, None if all pass."""
-    rows = launches().rows[mutant.kernel]
-    stale = _other_output(mutant, rows) if mutant.kind == 'stale' else None
+    """Return the name of the first test that fails with a mutant, None if all pass."""
+    stale = _other_output(mutant) if mutant.kind == 'stale' else None
 
     def change(run, kernel, values):
         if kernel != mutant.kernel:
@@ -123,33 +226,34 @@ def killer(mutant):
         else:
             y[...] = y + before
 
-    for row, size in _spread(rows):
-        for test in TESTS:
-            with wrapped(change), _known_differences(row, size), np.errstate(all='ignore'):
-                try:
-                    test(row, size)
-                except Exception as error:      # an assertion, or an op that refuses wrong values
-                    return f'{test.__name__} ({type(error).__name__})'
+    for case in cases(mutant.kernel):
+        with wrapped(change), np.errstate(all='ignore'):
+            try:
+                case.run()
+            except Exception as error:          # an assertion, or an op that refuses wrong values
+                return f'{case.name} ({type(error).__name__})'
     return None
 
 
 def prime(kernel):
-    """Run the tests of a kernel's rows without a mutant: they must pass, and their central differences are kept."""
-    for row, size in _spread(launches().rows[kernel]):
-        for test in TESTS:
-            with _known_differences(row, size):
-                test(row, size)
+    """Run the tests of a kernel without a mutant: they must pass, and their central differences are kept."""
+    for case in cases(kernel):
+        case.run()
 
 
 def is_killed(mutant):
-    """Return whether a test fails with a mutant, or its process crashes, as with wrong indices.  Call prime() first.
+    """Return whether a test fails with a mutant, or its process crashes, as with wrong indices, or does not end.  Call prime()
+    first.
 
     Runs in a child process, which has no OpenMP threads: set one thread."""
     child = os.fork()
     if not child:
         status = 2
+        signal.alarm(MOST_SECONDS)
         try:
             status = int(killer(mutant) is None)
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -166,17 +270,19 @@ def _spread(rows):
     return (first + [pair for pair in ordered if pair not in first])[:ROWS_TRIED]
 
 
-def _other_output(mutant, rows):
+def _other_output(mutant):
     """Return an output of the kernel, flat, that differs from the one in the first row tried: of the last row that has one."""
+    rows = launches().rows.get(mutant.kernel)
+    runs = [functools.partial(Run, *pair) for pair in _spread(rows)] if rows else [case.run for case in cases(mutant.kernel)]
     kept = []
 
     def keep(run, kernel, values):
         run()
         if kernel == mutant.kernel and mutant.output in (found := outputs_of(kernel, values)):
             kept.append(found[mutant.output].reshape(-1).copy())
-    for row, size in reversed(_spread(rows)):
+    for run_one in reversed(runs):
         with wrapped(keep):
-            Run(row, size)
+            run_one()
         if kept:
             break
     return np.roll(kept[-1], 1)

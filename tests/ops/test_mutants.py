@@ -20,6 +20,23 @@ def test_the_table_rejects_every_mutant_of_a_kernel(kernel):
     assert found and [str(mutant) for mutant in found if mutants.killer(mutant) is None] == []
 
 
+def test_other_kernels_are_tried_on_the_tests_of_strided_arrays_float64_and_optimisers(monkeypatch):
+    monkeypatch.setattr(mutants, 'MODULES', ('autograd/test_double',))
+    every = mutants._cases_of_modules
+    monkeypatch.setattr(mutants, '_cases_of_modules',
+                        lambda: (case for case in every() if case.name.startswith('test_values_and_both_derivatives')))
+    kernels = 'conv2d_forward_double', 'avg_pool2d_backward_double'
+    try:
+        assert kernels[0] not in mutants.launches().rows and {*kernels} <= mutants.others()[0].keys()
+        for kernel in kernels:
+            mutants.prime(kernel)
+            found = mutants.mutants([kernel])
+            assert {mutant.kernel for mutant in found} == {kernel}
+            assert mutants.killer(next(mutant for mutant in found if mutant.kind == 'zeros')) is not None
+    finally:
+        mutants.others.cache_clear()
+
+
 def test_without_a_mutant_the_same_tests_pass():
     row, size = mutants.launches().rows['layer_norm_backward'][0]
     for test in mutants.TESTS:
