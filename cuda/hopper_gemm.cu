@@ -460,8 +460,8 @@ template <class S> static cudaError_t launch(const RowProduct<typename S::Elemen
     const int64_t tasks = (in_pairs ? round_up<int64_t>(rows, 2) : rows) * columns;
     const int64_t most = in_pairs ? 2 * clusters : pyops_multiprocessors();
     const unsigned blocks = static_cast<unsigned>(tasks < most ? tasks : most);
-    return in_pairs ? LAUNCH_CLUSTER(2, hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map,
-                                     c_has_map, g)
+    return in_pairs ? LAUNCH_CLUSTER_DEPENDENT(2, hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map,
+                                               activated_map, c_has_map, g)
                     : LAUNCH_DEPENDENT(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map,
                                        c_has_map, g);
 }

@@ -30,10 +30,11 @@ struct Launches {
     }
 };
 
-// A kernel that may start before the last one of its stream has ended, if pyops_starts_early: see LAUNCH_EARLY.  Kernels with
-// clusters, cooperative grids, and all that do not call wait_for_last_kernel, start when everything before them has ended.
+// A kernel that may start before the last one of its stream has ended, if pyops_starts_early: see LAUNCH_EARLY.  Cooperative
+// grids, and all kernels that do not call wait_for_last_kernel, start when everything before them has ended.
 bool pyops_starts_early();              // pyops_set_early_start
 #define LAUNCH_DEPENDENT(kernel, ...) (pyops_starts_early() ? LAUNCH_EARLY(kernel, __VA_ARGS__) : LAUNCH(kernel, __VA_ARGS__))
+#define LAUNCH_CLUSTER_DEPENDENT(...) (pyops_starts_early() ? LAUNCH_CLUSTER_EARLY(__VA_ARGS__) : LAUNCH_CLUSTER(__VA_ARGS__))
 
 // ---- faults: invalid data that a kernel found ---------------------------------------------------------
 // The host cannot read ids or labels on the device without waiting for it.  So a kernel that finds an invalid one reports it

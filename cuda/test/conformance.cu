@@ -511,6 +511,18 @@ template <class T> static __global__ void cluster_stores(const float *in, float 
     out[i] += value;
 }
 
+// An early launch after doubled_late: two clusters of two blocks, each of which reads the other one's part
+static __global__ void early_cluster(float *out, const float *scratch) {
+    SHARED(float, mine, [64]);
+    const int t = threadIdx.x, i = blockIdx.x * 64 + t;
+    cluster_sync();
+    wait_for_last_kernel();
+    mine[t] = scratch[i];
+    cluster_sync();
+    out[i] = map_shared(mine, cluster_rank() ^ 1)[t];
+    cluster_sync();
+}
+
 // Each of 4 blocks loads a row to slot `rank` of all four blocks, and after they have read it, another row to that slot of
 // itself and of the next block.  The other two keep the first row.
 static __global__ void multicast(const __grid_constant__ CUtensorMap map, float *out) { // 8 blocks in clusters of 4
@@ -563,6 +575,9 @@ static const Case cases[] = {
     {"early_start", 256, 256, 90,
      RUN(cudaError_t error = LAUNCH(doubled_late, 4, 64, 0, nullptr, in, scratch);
          return error ? error : LAUNCH_EARLY(early_start, 4, 64, 0, nullptr, out, scratch);)},
+    {"early_cluster", 256, 256, 90,
+     RUN(cudaError_t error = LAUNCH(doubled_late, 4, 64, 0, nullptr, in, scratch);
+         return error ? error : LAUNCH_CLUSTER_EARLY(2, early_cluster, 4, 64, 0, nullptr, out, scratch);)},
     {"flags", 4, 2, 80, RUN(cudaMemset(scratch, 0, 256); return LAUNCH_COOP(flags, 4, 32, 0, nullptr, in, out, scratch);)},
     {"loads", 160, 160, 80, ONE_BLOCK(loads, 64, 0)},
     {"exp2", 256, 256, 80, ONE_BLOCK(exp2_case, 256, 0)},

@@ -387,6 +387,8 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     if (is("early_copy")) EARLY(early<Early::copy>);
     if (is("early_read_by_some_threads")) EARLY(early<Early::read_by_some>);
     if (is("early_return")) EARLY(early<Early::returns>);
+    if (is("early_cluster_copy")) return LAUNCH_CLUSTER_EARLY(2, early<Early::copy>, 2, N / 2, N * 4, nullptr, x, y);
+    if (is("early_cluster_return")) return LAUNCH_CLUSTER_EARLY(2, early<Early::returns>, 2, N / 2, N * 4, nullptr, x, y);
     if (is("early_bulk_load")) return LAUNCH_EARLY(early_bulk_load, 1, 32, N * 4 + 8, nullptr, map, y);
     if (is("flag_of_a_later_block")) {          // which a device with few multiprocessors never starts
         LAUNCH(flag_of_nobody, 1, N, 0, nullptr, x, y, flag);

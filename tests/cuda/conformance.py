@@ -199,6 +199,7 @@ FORMULAS = {
     'named_barriers': lambda x: [x[::-1]],
     'grid_barrier': lambda x: [2 * np.roll(x, -64)],
     'early_start': lambda x: [2 * np.roll(x, -64)],
+    'early_cluster': lambda x: [2 * x.reshape(2, 2, 64)[:, ::-1]],
     'flags': flags,
     'loads': lambda x: [x],
     'exp2': lambda x: [np.exp2(x.astype(np.float64))],

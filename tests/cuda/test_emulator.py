@@ -105,6 +105,8 @@ BUGS = {
     'early_copy': in_all('early<Early::copy>, block .* cp.async before wait_for_last_kernel'),
     'early_read_by_some_threads': in_all(r'early<Early::read_by_some>, block \(1, .* reads device memory before wait_for'),
     'early_return': in_all('early<Early::returns>, block .* exits without wait_for_last_kernel'),
+    'early_cluster_copy': in_all('early<Early::copy>, block .* cp.async before wait_for_last_kernel'),
+    'early_cluster_return': in_all('early<Early::returns>, block .* exits without wait_for_last_kernel'),
     'early_bulk_load': in_all('early_bulk_load, block .* a bulk load before wait_for_last_kernel'),
     # Hopper
     'ring<Ring::empty_not_waited_for>': in_all('more arrivals than the mbarrier expects'),
