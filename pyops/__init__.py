@@ -20,11 +20,12 @@ _FROM = {
     'load': 'pyops.text.translator',
     'seed': 'pyops.params',
     'set_exact': 'pyops.backend',
-    'enable_grad': 'pyops.autograd',
-    'detect_anomaly': 'pyops.autograd',
-    **dict.fromkeys(('arange', 'bool_', 'empty', 'eye', 'float32', 'float64', 'full', 'full_like', 'int32', 'int64', 'linspace',
-                     'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like', 'randperm',
-                     'tensor', 'zeros', 'zeros_like'), 'pyops.creation'),
+    **dict.fromkeys(('enable_grad', 'detect_anomaly', 'inference_mode', 'is_grad_enabled', 'set_grad_enabled'),
+                    'pyops.autograd'),
+    **dict.fromkeys(('arange', 'as_tensor', 'asarray', 'bernoulli', 'bool_', 'empty', 'empty_like', 'eye', 'float32', 'float64',
+                     'from_numpy', 'full', 'full_like', 'int32', 'int64', 'linspace', 'logspace', 'manual_seed', 'multinomial',
+                     'normal', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randint_like', 'randn',
+                     'randn_like', 'randperm', 'tensor', 'zeros', 'zeros_like'), 'pyops.creation'),
     **dict.fromkeys(('concatenate', 'stack', 'where', 'einsum'), 'pyops.autograd.tensor'),
 }
 # PyTorch's other names of dtypes; not in __all__, where they would hide the types of Python
@@ -37,27 +38,47 @@ _MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', '
 
 TYPE_CHECKING = False                   # typing's name, which type checkers take for True; importing typing takes time
 if TYPE_CHECKING:                       # the names of _FROM
-    from pyops.autograd import Tensor, apply, detect_anomaly, enable_grad, grad, no_grad
+    from pyops.autograd import (
+        Tensor,
+        apply,
+        detect_anomaly,
+        enable_grad,
+        grad,
+        inference_mode,
+        is_grad_enabled,
+        no_grad,
+        set_grad_enabled,
+    )
     from pyops.autograd.tensor import concatenate, einsum, stack, where
     from pyops.backend import set_exact
     from pyops.creation import (
         arange,
+        as_tensor,
+        asarray,
+        bernoulli,
         bool_,
         empty,
+        empty_like,
         eye,
         float32,
         float64,
+        from_numpy,
         full,
         full_like,
         int32,
         int64,
         linspace,
+        logspace,
+        manual_seed,
+        multinomial,
+        normal,
         ones,
         ones_like,
         rand,
         rand_like,
         randb,
         randint,
+        randint_like,
         randn,
         randn_like,
         randperm,
@@ -70,16 +91,24 @@ if TYPE_CHECKING:                       # the names of _FROM
     from pyops.params import seed
     from pyops.text.translator import load
 
-__all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'bool_', 'concatenate', 'cpu', 'detect_anomaly', 'einsum', 'empty',
-           'enable_grad', 'eye', 'float32', 'float64', 'from_dlpack', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'int32',
-           'int64', 'linspace', 'load', 'no_grad', 'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint',
-           'randn', 'randn_like', 'randperm', 'seed', 'set_exact', 'stack', 'tensor', 'use_gpu', 'where', 'zeros',
+__all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'as_tensor', 'asarray', 'bernoulli', 'bool_', 'concatenate', 'cpu',
+           'detect_anomaly', 'einsum', 'empty', 'empty_like', 'enable_grad', 'eye', 'float32', 'float64', 'from_dlpack',
+           'from_numpy', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'inference_mode', 'int32', 'int64',
+           'is_grad_enabled', 'linspace', 'load', 'logspace', 'manual_seed', 'multinomial', 'no_grad', 'normal',
+           'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randint_like', 'randn',
+           'randn_like', 'randperm', 'seed', 'set_exact', 'set_grad_enabled', 'stack', 'tensor', 'use_gpu', 'where', 'zeros',
            'zeros_like']
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name):                  # without types: what it returns is Any
     name = _DTYPES.get(name, name)
+    if name.startswith('_'):
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     if name not in _FROM and name not in _MODULES:
+        import pyops.names
+        if name in pyops.names.METHODS or name in pyops.names.FUNCTIONAL:
+            import importlib
+            return getattr(importlib.import_module('pyops.functional'), name)
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     if name in _MODULES:                # __import__: `from pyops import nn` comes here, too, and importlib takes time
         import sys

@@ -46,6 +46,9 @@ class Double(np.ndarray):
     def floor(self):
         return np.floor(self)
 
+    def _function(self, name):
+        return lambda *args: np.asarray(getattr(np, name)(*args)).view(Double)
+
     def is_compact(self):
         return self.flags.c_contiguous
 

@@ -20,7 +20,8 @@ from pyops.autograd import Tensor, apply, is_grad_enabled
 from pyops.autograd.mode import is_interpreted
 from pyops.autograd.tape import as_scalar
 from pyops.autograd.tensor import concatenate, einsum, stack, where  # noqa: F401  functions of this module
-from pyops.methods import accepts_torch_names
+from pyops.methods import accepts_torch_names, arrays_of
+from pyops.names import ALIASES, METHODS
 from pyops.ops import (
     GELU,
     GRU,
@@ -51,6 +52,7 @@ from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Mean, Softmax, Sum
 from pyops.ops.shapes import BroadcastTo, GetItem, Pad, Permute, Place, Reshape
+from pyops.torch_methods import function_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -1459,6 +1461,85 @@ def cosine_similarity(a: Numbers, b: Numbers, axis: int = 1, eps: float = 1e-8) 
     """Return the cosine of the angle between vectors along an axis.  Norms count as at least eps."""
     a, b = tensor(a), tensor(b)
     return (a * b).sum(axis) / (norm(a, 2, axis).maximum(eps) * norm(b, 2, axis).maximum(eps))
+
+
+# ---- functions of several arrays, and those whose methods are numpy's ---------------------------------------------------
+
+concat = cat
+
+
+def hstack(tensors: Sequence[Numbers]) -> Tensor:
+    """Join tensors along axis 1, vectors and numbers along axis 0."""
+    found = [x.reshape(1) if not x.ndim else x for x in map(tensor, tensors)]
+    return concatenate(found, builtins.min(1, found[0].ndim - 1))
+
+
+def vstack(tensors: Sequence[Numbers]) -> Tensor:
+    """Join tensors along axis 0, vectors as rows."""
+    return concatenate([x.reshape(1, -1) if x.ndim < 2 else x for x in map(tensor, tensors)])
+
+
+def column_stack(tensors: Sequence[Numbers]) -> Tensor:
+    """Join tensors along axis 1, vectors as columns."""
+    return concatenate([x.reshape(-1, 1) if x.ndim < 2 else x for x in map(tensor, tensors)], 1)
+
+
+def meshgrid(*vectors: Any, indexing: str = 'ij') -> tuple[Tensor, ...]:
+    """Return the coordinates of the points of a grid: for each vector a tensor of the shape of the grid.
+
+    indexing: 'ij', or 'xy', which exchanges the first two axes
+    """
+    if indexing not in ('ij', 'xy'):
+        raise ValueError(f"meshgrid: indexing: expected 'ij' or 'xy', got {indexing!r}")
+    given = [tensor(x).reshape(-1) for x in arrays_of(vectors)]
+    shape = tuple(x.size for x in given)
+    grids = [x.reshape(*[-1 if d == i else 1 for d in range(len(given))]).broadcast_to(shape) for i, x in enumerate(given)]
+    return tuple(x.swapaxes(0, 1) if indexing == 'xy' and len(given) > 1 else x for x in grids)
+
+
+def tensordot(a: Numbers, b: Numbers, dims: Any = 2) -> Tensor:
+    """Return the sums of products over the last `dims` axes of a and the first of b, or over the two lists of axes in dims."""
+    a, b = tensor(a), tensor(b)
+    ours, theirs = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else (
+        [axes] if isinstance(axes, int) else axes for axes in dims)
+    ours, theirs = ([d % x.ndim for d in axes] for axes, x in ((ours, a), (theirs, b)))
+    if [a.shape[d] for d in ours] != [b.shape[d] for d in theirs]:
+        raise ValueError(f'tensordot: axes {ours} of shape {a.shape} and {theirs} of shape {b.shape} differ in size')
+    left, right = ([d for d in range(x.ndim) if d not in axes] for x, axes in ((a, ours), (b, theirs)))
+    n, shape = math.prod(a.shape[d] for d in ours), [a.shape[d] for d in left] + [b.shape[d] for d in right]
+    product = a.permute([*left, *ours]).reshape(-1, n) @ b.permute([*theirs, *right]).reshape(n, -1)
+    return product.reshape(shape)
+
+
+def var_mean(x: Numbers, axis: Axis = None, keepdims: bool = False, correction: int = 1) -> tuple[Tensor, Tensor]:
+    """Return var(x) and mean(x)."""
+    return var(x, axis, keepdims, correction), mean(x, axis, keepdims)
+
+
+def nonzero(x: Numbers, as_tuple: bool = False) -> Any:
+    """Return the int32 indices of the elements that are not 0: (their number, ndim), or a tensor for each axis."""
+    return tensor(x).nonzero() if as_tuple else tensor(x).argwhere()
+
+
+def median(x: Numbers, axis: int | None = None, keepdims: bool = False) -> Any:
+    """Return the median, of an even number of elements the smaller of the middle two, as PyTorch; x.median() is numpy's.
+
+    With an axis return (the medians, their indices).  NaN if there is one.
+    """
+    x, d = (tensor(x).reshape(-1), 0) if axis is None else (tensor(x), normal_axes(axis, tensor(x).ndim)[0])
+    order, nan = x.argsort(d), x.detach().isnan()
+    place = where(nan.any(d, keepdims=True), nan.argmax(d, keepdims=True), order.narrow(d, (x.shape[d] - 1) // 2, 1))
+    values = x.take_along_axis(place, d)
+    if axis is None:
+        return values.reshape(())
+    return (values, place) if keepdims else (values.squeeze(d), place.squeeze(d))
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Return the function of a method: add(x, y) is x.add(y)."""
+    if name not in METHODS and name not in ALIASES:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return function_of(Tensor, ALIASES.get(name, name), tensor)
 
 
 def _accept_torch_names() -> None:

@@ -32,7 +32,10 @@ Function = TypeVar('Function', bound='Callable[..., Any]')
 TORCH_NAMES = {
     'dim': ('axis',), 'keepdim': ('keepdims',), 'dims': ('axis', 'axes', 'reps'), 'axes': ('axis',),
     'input': ('x', 'a', 'ids', 'labels'), 'other': ('b',), 'target': ('labels',), 'tensor': ('x', 'labels'), 'x1': ('a',),
-    'x2': ('b',), 'dim0': ('a',), 'dim1': ('b',), 'pad': ('widths',), 'p': ('ord',), 'split_size_or_sections': ('sizes',)}
+    'x2': ('b',), 'dim0': ('a',), 'dim1': ('b', 'axis1'), 'dim2': ('axis2',), 'axis1': ('a',), 'axis2': ('b',),
+    'pad': ('widths',), 'p': ('ord',), 'split_size_or_sections': ('sizes',), 'split_size': ('sizes',), 'diagonal': ('k',),
+    'shifts': ('shift',), 'size': ('shape',), 'end': ('stop',), 'steps': ('num',),
+    'indices_or_sections': ('sections',), 'vec2': ('other',), 'vec': ('other',), 'mat2': ('other',)}
 
 
 # names of devices for x.to: PyTorch's, and ours of a GPU
@@ -163,6 +166,12 @@ def several(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values if len(values) != 1 or hasattr(values[0], '__index__') else tuple(values[0])
 
 
+def arrays_of(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arrays of a call f(x, y) or f([x, y]) as a tuple."""
+    first = operands[0] if len(operands) == 1 else None
+    return tuple(first) if isinstance(first, list | tuple) and any(isinstance(x, Methods) for x in first) else operands
+
+
 class Methods:
     """The methods that NDArray and Tensor have in common."""
     __slots__ = ()
@@ -206,6 +215,8 @@ class Methods:
         __pow__: Any
         __neg__: Any
         __abs__: Any
+        __floordiv__: Any
+        trunc: Callable[..., Any]
 
     # ---- element by element ------------------------------------------------------------------------
 
@@ -315,9 +326,13 @@ class Methods:
         """Return x * other."""
         return self * other
 
-    def div(self, other: Numbers) -> Self:
-        """Return x / other."""
-        return self / other
+    def div(self, other: Numbers, rounding_mode: str | None = None) -> Self:
+        """Return x / other; rounding_mode: 'floor' or 'trunc', without a gradient."""
+        if rounding_mode not in (None, 'floor', 'trunc'):
+            raise ValueError(f"div: rounding_mode: expected None, 'floor' or 'trunc', got {rounding_mode!r}")
+        if rounding_mode == 'floor':
+            return self // other
+        return (self / other).trunc().astype((self // other).dtype) if rounding_mode else self / other
 
     def neg(self) -> Self:
         """Return -x."""
@@ -411,10 +426,12 @@ class Methods:
         columns = other.permute((other.ndim - 2, *range(other.ndim - 2), other.ndim - 1)).reshape(other.shape[-2], -1)
         return (rows @ columns).reshape(*self.shape[:-1], *other.shape[:-2], other.shape[-1])
 
+    @accepts_torch_names
     def tril(self, k: int = 0) -> Self:
         """Return matrices (..., M, N) with zeros above diagonal k."""
         return self._function('where')(np.tri(*self.shape[-2:], k=k, dtype=bool), self, 0)
 
+    @accepts_torch_names
     def triu(self, k: int = 0) -> Self:
         """Return matrices (..., M, N) with zeros below diagonal k."""
         return self._function('where')(~np.tri(*self.shape[-2:], k=k - 1, dtype=bool), self, 0)
@@ -735,12 +752,14 @@ class Methods:
     # ---- shapes ------------------------------------------------------------------------------------
 
     @accepts_tuple('axes', 'dims')
-    def transpose(self, *axes: Any) -> Self:
-        """Permute the axes; without arguments, reverse their order.
+    def transpose(self, *axes: Any, dim0: int | None = None, dim1: int | None = None) -> Self:
+        """Permute the axes; without arguments, reverse their order; dim0 and dim1: exchange these two.
 
         Two axes of an array with more than two exchange them, as in PyTorch.  transpose(0, 1) of a matrix is numpy's:
         it changes nothing.
         """
+        if dim0 is not None and dim1 is not None:
+            return self.swapaxes(dim0, dim1)
         order = () if axes == (None,) else several(axes)
         if len(order) == 2 and self.ndim > 2:
             return self.swapaxes(*order)
@@ -756,6 +775,7 @@ class Methods:
         """The array with its last two axes exchanged."""
         return self.swapaxes(-1, -2)
 
+    @accepts_torch_names
     def swapaxes(self, a: int, b: int) -> Self:
         """Exchange two axes."""
         (a,), (b,), order = normal_axes(a, self.ndim), normal_axes(b, self.ndim), list(range(self.ndim))
@@ -774,6 +794,7 @@ class Methods:
 
     movedim = moveaxis
 
+    @accepts_torch_names
     def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Self:
         """Return the elements x[..., i, i + offset, ...] of two axes as the last axis, a copy.  PyTorch's defaults are the
         same."""

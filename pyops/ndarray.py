@@ -31,15 +31,18 @@ from pyops.methods import (
     Methods,
     accepts_torch_names,
     accepts_tuple,
+    arrays_of,
     as_axes,
     flipped_axes,
     normal_axes,
     several,
     softmax_axes,
 )
+from pyops.names import ALIASES, METHODS, NUMPYS
+from pyops.torch_methods import TorchMethods, check_stored, function_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import DTypeLike
 
@@ -224,7 +227,7 @@ def _view(x: NDArray, offset: int, shape: Shape, strides: Shape) -> NDArray:
 
 # ---- the array -------------------------------------------------------------------------------------------------------
 
-class NDArray(Array, Methods):
+class NDArray(Array, TorchMethods):
     """An array: a Buffer, and shape, strides and offset in elements.  Create one with array, empty, zeros, from_numpy, ..."""
 
     __slots__ = ()
@@ -981,6 +984,7 @@ class NDArray(Array, Methods):
         ends = [sum(sizes[:i + 1]) for i in range(len(sizes))]
         return tuple(self[(slice(None),) * axis + (slice(end - size, end),)] for size, end in zip(sizes, ends, strict=True))
 
+    @accepts_torch_names
     def unbind(self, axis: int = 0) -> tuple[NDArray, ...]:
         """Return the slices along an axis, without that axis: views."""
         d, = normal_axes(axis, self.ndim)
@@ -1008,6 +1012,24 @@ class NDArray(Array, Methods):
 
     def _function(self, name: str) -> Any:
         return globals()[name]
+
+    def _with_added(self, ids: np.ndarray, rows: Any) -> NDArray:
+        """Return a copy with y[ids[i]] += rows[i] for i in order."""
+        rows = _operand(rows, self)
+        if self.dtype is INT:                   # add_at adds floats
+            numbers = np.array(self.stored())
+            np.add.at(numbers, ids, rows._cast(INT).stored())
+            return array(numbers, INT, self.device)
+        y = self.copy()
+        y.add_at(ids, rows)
+        return y
+
+    def _replace(self, compute: Callable[[NDArray], NDArray], operands: Any = ()) -> NDArray:
+        """Replace the elements by those of compute(self)."""
+        result = compute(self)
+        check_stored(result, self)
+        self[...] = result
+        return self
 
 
 # the short ways of operations on small arrays, by name; each returns None if the general one below has to run
@@ -1407,16 +1429,15 @@ _small_full, _small_from_numpy = small.full(NDArray, _kind_of), small.from_numpy
 _small_from_list = small.from_list(NDArray)
 
 
-def full(shape: Shape | int, value: float, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
-    """Return a compact array filled with value.  Default dtype: int32 for an int, float32 for a float; a bool gives a mask."""
+def full(shape: Shape | int, fill_value: float, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
+    """Return a compact array of one number.  Default dtype: int32 for an int, float32 for a float; a bool gives a mask."""
     device = named_device(device)
-    filled = _small_full(shape, value, dtype, device)
+    filled = _small_full(shape, fill_value, dtype, device)
     if filled is not None:
         return filled
-    dtype, is_mask = _kind_of(type(value), dtype)
-    value = bool(value) if is_mask else value
+    dtype, is_mask = _kind_of(type(fill_value), dtype)
     y = empty(shape, dtype, device)
-    y.fill(value)
+    y.fill(bool(fill_value) if is_mask else fill_value)
     return _as_mask(y) if is_mask else y
 
 
@@ -1430,6 +1451,7 @@ def ones(shape: Shape | int, dtype: DTypeLike = FLOAT, device: Device | None = N
     return full(shape, 1, dtype, device)
 
 
+@accepts_torch_names
 def arange(start: float, stop: float | None = None, step: float = 1, dtype: DTypeLike | None = None,
            device: Device | None = None) -> NDArray:
     """Return start, start + step, ... below stop, like np.arange."""
@@ -1588,7 +1610,7 @@ def einsum(subscripts: str, *operands: Numbers) -> NDArray:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
     pyops/contraction.py."""
     from pyops.contraction import einsum
-    return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in operands))
+    return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in arrays_of(operands)))
 
 
 @functools.partial(recorded, NDArray)
@@ -1603,6 +1625,22 @@ def pad_axes(a: NDArray, widths: Any, value: float = 0) -> NDArray:
 
 
 pad = pad_axes
+
+
+def erf(a: NDArray) -> NDArray:
+    """Return the error function, computed in float64, in the dtype of a (float32 for integers)."""
+    x = (a.astype(DOUBLE) * math.sqrt(2)).compact()
+    y = empty(x.shape, DOUBLE, x.device)
+    if x.size:
+        backend.launch('normal_cdf_double', y, x, x.size)
+    return (y * 2 - 1).astype(a.dtype if a.dtype is not INT else FLOAT)
+
+
+def __getattr__(name: str) -> Callable[..., NDArray]:
+    """Return the function of a method: add(x, y) is x.add(y)."""
+    if name not in METHODS and name not in ALIASES and name not in NUMPYS:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return function_of(NDArray, ALIASES.get(name, name), lambda x: x if isinstance(x, Methods) else array(x))
 
 
 if backend_name() == 'numpy':   # at import time, before any array is allocated

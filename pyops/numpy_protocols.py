@@ -17,6 +17,15 @@ from pyops.methods import Methods
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
+
+def _method_of_two(name: str) -> Callable[..., Any]:
+    """Return the function a.name(b), for an a that may also be a number."""
+    def run(a: Any, b: Any) -> Any:
+        return getattr(a if isinstance(a, Methods) else b._constant(b._plain()._operand(a)), name)(b)
+    return run
+
+
 # ufunc -> operation on one or two operands
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     'add': operator.add, 'subtract': operator.sub, 'multiply': operator.mul, 'divide': operator.truediv, 'power': operator.pow,
@@ -27,6 +36,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     'invert': operator.invert, 'maximum': lambda a, b: a.maximum(b), 'minimum': lambda a, b: a.minimum(b),
     'logical_and': lambda a, b: (a != 0) & (b != 0), 'logical_or': lambda a, b: (a != 0) | (b != 0),
     'logical_xor': lambda a, b: (a != 0) ^ (b != 0), 'logical_not': lambda x: x == 0, 'isinf': lambda x: abs(x) == np.inf,
+    **{name: _method_of_two(name) for name in ('fmod', 'hypot', 'logaddexp', 'arctan2')},
+    **{name: operator.methodcaller(name) for name in ('expm1', 'log2', 'log10', 'sinh', 'cosh', 'arctan', 'arcsin', 'arccos',
+                                                      'trunc')},
     **{name: operator.methodcaller(name) for name in ('exp', 'log', 'log1p', 'sqrt', 'tanh', 'sin', 'cos', 'tan', 'floor',
                                                       'ceil', 'square', 'reciprocal', 'sign', 'isnan', 'isfinite')}}
 # ufunc -> method for ufunc.reduce

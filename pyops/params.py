@@ -89,6 +89,16 @@ def next_key(kind: str) -> int:
     return key(_seed, f'{kind}.{next(_draws.setdefault(kind, itertools.count()))}')
 
 
+def random_generator(generator: np.random.Generator | None) -> np.random.Generator:
+    """Return a numpy Generator unchanged; for None a new one that depends on pyops.seed and on the number of earlier calls."""
+    if generator is None:
+        return np.random.Generator(np.random.Philox(key=next_key('tensor')))
+    if not isinstance(generator, np.random.Generator):
+        raise TypeError(f'generator: expected a numpy Generator, such as numpy.random.default_rng(0), got '
+                        f'{type(generator).__name__}')
+    return generator
+
+
 class Parameters:
     """A model's parameters, from {name: Spec}.  params[name] is a Parameter; values, grads, m, v are flat float32 buffers (n,).
 

@@ -12,13 +12,14 @@ from pyops.autograd import Tensor
 from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser
 from pyops.ndarray import NDArray
-from scripts.generated import update
+from pyops.torch_methods import IN_PLACE
+from scripts.generated import paragraph, update
 
 PROGRAM = 'scripts.name_table'
 PAGE = Path(__file__).resolve().parents[1] / 'docs/names.md'
 OPERATORS = {'+': 'add', '-': 'sub', '*': 'mul', '/': 'truediv', '//': 'floordiv', '%': 'mod', '**': 'pow', '@': 'matmul',
              '&': 'and', '|': 'or', '^': 'xor', '~': 'invert', '==': 'eq', '!=': 'ne', '<': 'lt', '<=': 'le', '>': 'gt',
-             '>=': 'ge'}
+             '>=': 'ge', '<<': 'lshift', '>>': 'rshift', 'divmod': 'divmod'}
 # of one class alone: memory, devices, the tape
 OWN = {'as_strided', 'add_at', 'array', 'bits_of', 'buffer', 'compact', 'is_compact', 'is_mask', 'kernel_view', 'location',
        'offset', 'pointer', 'put', 'stored', 'kind', 'origin', 'of_results', 'tape', 'take_rows'}
@@ -47,6 +48,11 @@ NOTES = {
     'copy': 'of a Tensor: gradients flow through it, as through `clone`',
     'floor': 'without a gradient', 'ceil': 'without a gradient', 'sign': 'without a gradient',
     '//': 'without a gradient', '&': 'masks and int32', '|': 'masks and int32', '^': 'masks and int32', '~': 'masks and int32',
+    'median': 'the mean of the middle two, as numpy; `F.median` the smaller of them, as PyTorch',
+    'nonzero': 'an array per axis, as numpy; `F.nonzero` and `argwhere` one of rows, as PyTorch',
+    'unique': "numpy's arguments; without a gradient", 'erf': 'computed in float64, on the CPU only',
+    'floor_divide': 'without a gradient', 'trunc': 'without a gradient', 'bincount': 'without a gradient',
+    'scatter': 'of equal places the last counts', 'float_power': 'float64; in place the dtype of x',
     '==': 'returns a mask', '[]': 'integers, slices, None, Ellipsis: a view; with arrays, lists or masks: a copy, as numpy',
     '[] =': 'as numpy; of equal positions the last value counts',
 }
@@ -55,7 +61,8 @@ NOTES = {
 def names():
     """Return the public names of both classes without the names of the tape and of memory."""
     public = {name for kind in (NDArray, Tensor) for name in dir(kind) if not name.startswith('_')}
-    return sorted(sorted(public - OWN), key=str.lower)
+    in_place = {f'{name}_' for name in IN_PLACE}            # listed with the methods
+    return sorted(sorted(public - OWN - in_place), key=str.lower)
 
 
 def cell(name, kinds):
@@ -75,7 +82,69 @@ def rows():
         yield symbol, 'yes', 'yes', '', 'yes', 'yes', NOTES[symbol]
     for name in names():
         ours = ['yes' if hasattr(kind, name) else '' for kind in (NDArray, Tensor, functional)]
-        yield (name, *ours, cell(name, numpys), cell(name, torchs), NOTES.get(name, ''))
+        twin = f'also `{name}_`' if name in IN_PLACE else ''
+        yield (name, *ours, cell(name, numpys), cell(name, torchs), '; '.join(filter(None, (NOTES.get(name, ''), twin))))
+
+
+# names that both classes lack -> what to write in their place; any other one has no counterpart
+REMEDIES = {
+    **dict.fromkeys(('unsqueeze_', 'squeeze_', 't_', 'transpose_', 'swapaxes_', 'swapdims_', 'resize_', 'resize', 'resize_as_'),
+                    'shapes do not change in place: `x = x.unsqueeze(0)`, `x.reshape(...)`'),
+    **dict.fromkeys(('bitwise_and', 'bitwise_or', 'bitwise_xor', 'bitwise_not'), 'the operators `&`, `|`, `^`, `~`'),
+    **dict.fromkeys(('bitwise_left_shift', 'bitwise_right_shift'), 'the operators `<<` and `>>`'),
+    **dict.fromkeys(('half', 'bfloat16', 'byte', 'char', 'short'), 'dtypes are float32, float64, int32 and bool; '
+                    'bfloat16 of products: `device.precision`'),
+    **dict.fromkeys(('cuda', 'is_cuda', 'is_cpu', 'get_device', 'to_device'), "`x.to('cuda')`, `x.device`"),
+    **dict.fromkeys(('data_ptr', 'storage', 'untyped_storage', 'storage_offset', 'base', 'ctypes', 'flags', 'strides'),
+                    '`x.stride()`; of an NDArray also `buffer`, `offset`, `strides`'),
+    **dict.fromkeys(('pin_memory', 'share_memory_', 'is_pinned', 'is_shared'),
+        'not needed: nothing is copied to other processes'),
+    **dict.fromkeys(('real', 'imag', 'conj', 'conjugate', 'angle', 'adjoint', 'H', 'mH'),
+        'there are no complex numbers; `x.mT`'),
+    **dict.fromkeys(('det', 'inverse', 'cholesky', 'qr', 'svd', 'slogdet', 'logdet', 'matrix_power', 'pinverse', 'lu_solve'),
+                    '`np.linalg` on `x.detach()`: without a gradient'),
+    **dict.fromkeys(('kthvalue', 'mode', 'quantile', 'nanmedian', 'nanquantile', 'histc', 'histogram', 'msort', 'partition',
+                     'argpartition', 'searchsorted', 'unique_consecutive'), '`x.sort()`, `x.topk()`, `x.median()`; numpy\'s '
+                    'function on `x.detach()`'),
+    **dict.fromkeys(('aminmax',), '`x.min()`, `x.max()`'),
+    **dict.fromkeys(('cummax', 'cummin'), '`np.maximum.accumulate(x.detach())`'),
+    **dict.fromkeys(('masked_scatter', 'index_put', 'put_', 'index_put_', 'masked_scatter_', 'slice_scatter', 'select_scatter'),
+                    '`y = x.clone(); y[index] = values`, with a gradient'),
+    **dict.fromkeys(('split_with_sizes', 'hsplit', 'vsplit', 'dsplit'), '`x.split(sizes, dim)`'),
+    **dict.fromkeys(('tobytes', 'tofile', 'dump', 'dumps', 'byteswap'), '`x.numpy().tobytes()`, `pickle`, `np.save`'),
+    **dict.fromkeys(('acosh', 'asinh', 'atanh', 'arccosh', 'arcsinh', 'arctanh'),
+        'logarithms: asinh is `(x + (x * x + 1).sqrt()).log()`'),
+    **dict.fromkeys(('erfc', 'exp2', 'deg2rad', 'rad2deg', 'sinc'), 'a formula: `1 - x.erf()`, `2 ** x`'),
+    **dict.fromkeys(('compress', 'choose', 'flat'), '`x[mask]`, `where`, `x.reshape(-1)`'),
+    **dict.fromkeys(('diag_embed', 'diagflat', 'fill_diagonal_'), '`x.unsqueeze(-1) * eye`, `x.reshape(-1).diag()`'),
+    **dict.fromkeys(('cov', 'corrcoef', 'kron', 'cross'), 'products: `x - x.mean(1, True)`, then `@`; `einsum`'),
+    'bernoulli': '`pyops.bernoulli(x)`', 'multinomial': '`pyops.multinomial(x, n)`', 'copysign': '`abs(x) * y.sign()`',
+    'retains_grad': '`x.retain_grad()`', 'rot90': '`x.transpose().flip(0)`'}
+
+
+def missing():
+    """Return [(remedy, names with it)], and the other public names of numpy's and PyTorch's arrays that both classes lack."""
+    import torch
+    theirs = {name for kind in (np.ndarray, torch.Tensor) for name in dir(kind) if not name.startswith('_')}
+    left = sorted(name for name in theirs if not (hasattr(NDArray, name) or hasattr(Tensor, name)))
+    known = {}
+    for name in left:
+        if name in REMEDIES:
+            known.setdefault(REMEDIES[name], []).append(name)
+    # not listed: names in place of other names listed, and those of sparse, quantized and foreign layouts
+    others = [name for name in left if name not in REMEDIES and not (name.endswith('_') and name[:-1] in theirs)
+              and not name.startswith(('is_', 'q_', 'to_', 'sparse', 'set', 'get')) and 'indices' not in name]
+    return sorted(known.items(), key=lambda item: item[1]), others
+
+
+def missing_text():
+    """Return the Markdown of the names that are missing."""
+    known, others = missing()
+    lines = ['| missing | in their place |', '|---|---|']
+    lines += [f'| {", ".join(f"`{name}`" for name in found)} | {remedy.replace("|", chr(92) + "|")} |' for remedy,
+        found in known]
+    return '\n'.join(['', *lines, '', paragraph('Without a counterpart: ' + ', '.join(f'`{name}`' for name in others) + '.'),
+        '', ''])
 
 
 def text():
@@ -95,6 +164,7 @@ def main(argv=None):
     p.add_argument('--page', type=Path, default=PAGE, metavar='FILE', help='page to update (default docs/names.md)')
     args = p.parse_args(argv)
     update(args.page, 'names', text(), f'python -m {PROGRAM}', args.check)
+    update(args.page, 'missing', missing_text(), f'python -m {PROGRAM}', args.check)
 
 
 if __name__ == '__main__':

@@ -6,8 +6,17 @@
     tensor.py       Tensor: its operators and methods apply ops
 """
 from pyops.autograd.gradients import backward, grad
-from pyops.autograd.mode import detect_anomaly, enable_grad, is_grad_enabled, no_grad
+from pyops.autograd.mode import (
+    detect_anomaly,
+    enable_grad,
+    inference_mode,
+    is_grad_enabled,
+    no_grad,
+    set_detect_anomaly,
+    set_grad_enabled,
+)
 from pyops.autograd.tape import Node, apply
 from pyops.autograd.tensor import Tensor
 
-__all__ = ['Node', 'Tensor', 'apply', 'backward', 'detect_anomaly', 'enable_grad', 'grad', 'is_grad_enabled', 'no_grad']
+__all__ = ['Node', 'Tensor', 'apply', 'backward', 'detect_anomaly', 'enable_grad', 'grad',
+           'inference_mode', 'is_grad_enabled', 'no_grad', 'set_detect_anomaly', 'set_grad_enabled']

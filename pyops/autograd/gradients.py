@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyops.autograd import Tensor
     from pyops.autograd.tape import Node, Parent
     from pyops.backend.device import Device
-    from pyops.typing import Numbers, Shape
+    from pyops.typing import Shape
 
 
 class _Backward:
@@ -268,16 +268,30 @@ def _one(shape: Shape, dtype: np.dtype, device: Device) -> NDArray:
     return ndarray.ones(shape, dtype, device)
 
 
-def backward(outputs: Sequence[Tensor] | Tensor, gradients: Sequence[Numbers | None] | None = None,
-             create_graph: bool = False, retain_graph: bool | None = None) -> None:
-    """Add the gradients of the outputs, started with `gradients`, to the .grad of all leaves.
+def backward(tensors: Tensor | Sequence[Tensor], grad_tensors: Any = None, retain_graph: bool | None = None,
+             create_graph: bool = False, inputs: Tensor | Sequence[Tensor] | None = None) -> None:
+    """Add the gradients of tensors with respect to each leaf they depend on to the leaf's .grad.
 
-    outputs: one Tensor or several;  gradients: None: 1 for each output, which must be a scalar then
+    grad_tensors    the gradient of each tensor; None: 1, for a scalar
+    retain_graph    keep the values saved by the ops for another backward; None: same as create_graph
+    create_graph    record the gradients so that they can be differentiated again.  Prefer grad() for this: a .grad with a
+                    history and its leaf keep each other alive
+    inputs          the only leaves to get a gradient; None: all
     """
-    if hasattr(outputs, 'origin'):
-        outputs, gradients = [outputs], None if gradients is None else [gradients]              # type: ignore[list-item]
-    gradients = [None] * len(outputs) if gradients is None else gradients
-    walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, accumulate=True)
+    outputs: list[Tensor] = [tensors] if isinstance(tensors, Recorded) else list(tensors)
+    given = [grad_tensors] if grad_tensors is None or isinstance(tensors, Recorded) else list(grad_tensors)
+    gradients = given * len(outputs) if grad_tensors is None else given
+    if len(gradients) != len(outputs):
+        raise ValueError(f'backward: expected a gradient for each of {len(outputs)} tensors, got {len(gradients)}')
+    relevant = None
+    if inputs is not None:
+        leaves = [inputs] if isinstance(inputs, Recorded) else list(inputs)
+        for x in leaves:
+            if x.origin is not None or not x.requires_grad:
+                raise ValueError(f'backward: inputs: expected leaves that require a gradient, got a tensor of shape {x.shape}; '
+                                 'use grad()')
+        relevant = _relevant([parent_of(y) for y in outputs], set(map(id, leaves)), {})
+    walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, accumulate=True, relevant=relevant)
     _start(walk, outputs, gradients)
     walk.run()
     taken: set[int] = set()
@@ -301,13 +315,15 @@ def _own(gradient: NDArray, taken: set[int]) -> NDArray:
 
 
 def grad(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], grad_outputs: Any = None,
-         create_graph: bool = False, retain_graph: bool | None = None, allow_unused: bool = False) -> tuple[Tensor, ...]:
+         retain_graph: bool | None = None, create_graph: bool = False, allow_unused: bool = False) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs, leaves or not, as a tuple of Tensors.  No .grad changes.
 
     inputs: a Tensor or several.  grad_outputs: the gradient of each output; None: 1, for a scalar.
-    create_graph, retain_graph: see Tensor.backward.
+    retain_graph, create_graph: see backward.
     allow_unused: return None for an input that the outputs do not depend on, instead of raising RuntimeError.
     """
+    if isinstance(outputs, Recorded) and not isinstance(grad_outputs, list | tuple):
+        grad_outputs = [grad_outputs]
     outputs, inputs = ([x] if isinstance(x, Recorded) else list(x) for x in (outputs, inputs))
     if grad_outputs is None or isinstance(grad_outputs, Recorded):
         grad_outputs = [grad_outputs] * len(outputs)

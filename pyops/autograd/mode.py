@@ -47,27 +47,68 @@ class _Grad:
         return wrapped
 
 
-def no_grad() -> _Grad:
-    """Disable recording inside the block: results require no gradient, and leaves may be changed in place."""
-    return _Grad(False)
+def no_grad(function: Any = None) -> Any:
+    """Disable recording inside the block, or in a decorated function: results require no gradient, and leaves may be changed in
+    place."""
+    return _Grad(False) if function is None else _Grad(False)(function)
 
 
-def enable_grad() -> _Grad:
-    """Enable recording inside the block, within no_grad()."""
-    return _Grad(True)
+def enable_grad(function: Any = None) -> Any:
+    """Enable recording inside the block, or in a decorated function, within no_grad()."""
+    return _Grad(True) if function is None else _Grad(True)(function)
 
 
-@contextlib.contextmanager
-def detect_anomaly(enabled: bool = True) -> Iterator[None]:
+def inference_mode(mode: Any = True) -> Any:
+    """Disable recording like no_grad; with mode=False record."""
+    return no_grad(mode) if callable(mode) else _Grad(not mode)
+
+
+class set_grad_enabled(_Grad):
+    """Enable or disable recording from now on; as a context manager or a decorator, inside the block alone."""
+
+    def __init__(self, mode: bool) -> None:
+        super().__init__(bool(mode))
+        self._outside = _set_grad(self.enabled)
+
+    def __enter__(self) -> None:
+        _set_grad(self._outside)
+        super().__enter__()
+
+    def __call__(self, function: Callable[..., T]) -> Callable[..., T]:
+        _set_grad(self._outside)
+        return super().__call__(function)
+
+
+def _set_grad(enabled: bool) -> bool:
+    """Set whether ops are recorded, and return the value before."""
+    before, mode.grad = mode.grad, enabled
+    return before
+
+
+class set_detect_anomaly:
+    """Switch the search of detect_anomaly on or off from now on; as a context manager, inside the block alone."""
+
+    def __init__(self, mode: bool, check_nan: bool = True) -> None:
+        self._outside = _set_anomaly(bool(mode and check_nan))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        _set_anomaly(self._outside)
+
+
+def _set_anomaly(enabled: bool) -> bool:
+    before, mode.anomaly = mode.anomaly, enabled
+    return before
+
+
+def detect_anomaly(check_nan: bool = True) -> set_detect_anomaly:
     """Inside the block, raise RuntimeError naming the op whose result, or whose gradient in backward, has the first NaN.
 
     Every array is searched, and copied from a GPU: for debugging only.
     """
-    before, mode.anomaly = mode.anomaly, enabled
-    try:
-        yield
-    finally:
-        mode.anomaly = before
+    return set_detect_anomaly(True, check_nan)
 
 
 def is_grad_enabled() -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import numbers
 import operator as operators
 import weakref
@@ -14,9 +15,12 @@ from pyops import backend, ndarray
 from pyops.autograd.gradients import backward
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import Recorded, apply, as_array, wrap
-from pyops.methods import Methods, accepts_torch_names, accepts_tuple, flipped_axes, normal_axes, several
+from pyops.methods import accepts_torch_names, accepts_tuple, arrays_of, flipped_axes, normal_axes, several
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
+from pyops.ops.double import NormalCDF
+from pyops.params import random_generator
+from pyops.torch_methods import TorchMethods, check_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +52,7 @@ class Hook:
         self._hooks.pop(self._number, None)
 
 
-class Tensor(Recorded, Methods):
+class Tensor(Recorded, TorchMethods):
     """An NDArray that takes part in automatic differentiation.
 
     data            an NDArray, whose memory is shared, or numbers in numpy arrays or lists, which are copied
@@ -193,16 +197,24 @@ class Tensor(Recorded, Methods):
                 tensor._grad = new if tensor._grad is None else tensor._grad + new
         self.register_hook(keep)
 
-    def backward(self, grad: Numbers | None = None, create_graph: bool = False, retain_graph: bool | None = None, *,
-                 gradient: Numbers | None = None) -> None:
+    def backward(self, gradient: Numbers | None = None, retain_graph: bool | None = None, create_graph: bool = False,
+                 inputs: Any = None) -> None:
         """Add the gradient of this tensor with respect to each leaf it depends on to the leaf's .grad.
 
-        grad            the gradient of this tensor; None: 1, for a scalar.  Also by PyTorch's name, gradient
-        create_graph    record the gradients so that they can be differentiated again.  Prefer grad() for this: a .grad with
-                        a history and its leaf keep each other alive
-        retain_graph    keep the values saved by the ops for another backward; None: same as create_graph
+        gradient        the gradient of this tensor; None: 1, for a scalar
+        retain_graph, create_graph, inputs  see pyops.autograd.backward
         """
-        backward([self], [grad if gradient is None else gradient], create_graph, retain_graph)
+        backward([self], [gradient], retain_graph, create_graph, inputs)
+
+    @property
+    def grad_fn(self) -> Any:
+        """The node of the op that produced this tensor, None for a leaf."""
+        return None if self.origin is None else self.origin[0]
+
+    def detach_(self) -> Self:
+        """Remove the history, in place."""
+        self.origin, self.requires_grad = None, False
+        return self
 
     # -- arithmetic
 
@@ -329,6 +341,7 @@ class Tensor(Recorded, Methods):
             raise IndexError('too many indices for a tensor of shape (): 1')
         return apply(shapes.Take, self, ids if isinstance(ids, NDArray) else as_array(np.asarray(ids), self.device))
 
+    @accepts_torch_names
     def unbind(self, axis: int = 0) -> tuple[Tensor, ...]:
         """Return the slices along an axis, without that axis."""
         return apply(shapes.Unbind, self, axis=normal_axes(axis, self.ndim)[0])
@@ -365,6 +378,13 @@ class Tensor(Recorded, Methods):
     def _function(self, name: str) -> Any:
         return globals()[name]
 
+    def _with_added(self, ids: np.ndarray, rows: Any) -> Tensor:
+        if self.dtype.kind != 'f':
+            return wrap(self.array._with_added(ids, getattr(rows, 'array', rows)), None)
+        rows = rows if isinstance(rows, Tensor) else Tensor(rows, device=self.device, dtype=self.dtype)
+        rows = rows.broadcast_to((*ids.shape, *self.shape[1:])).astype(self.dtype)
+        return self + apply(shapes.Scatter, rows, ids, shape=self.shape)
+
     # -- in place
 
     def __setitem__(self, index: Index, value: Numbers) -> None:
@@ -381,6 +401,33 @@ class Tensor(Recorded, Methods):
     def _put_at(self, at: np.ndarray, value: Any) -> None:
         self._change(lambda: apply(shapes.Put, self, value, at=at),
                      lambda array: array._put_at(at, getattr(value, 'array', value)), value)
+
+    def normal_(self, mean: float = 0.0, std: float = 1.0, generator: np.random.Generator | None = None) -> Self:
+        """Set the elements to numbers drawn from the normal distribution."""
+        return self.copy_(mean + std * random_generator(generator).standard_normal(self.shape))
+
+    def uniform_(self, low: float = 0.0, high: float = 1.0, generator: np.random.Generator | None = None) -> Self:
+        """Set the elements to numbers drawn uniformly from [low, high)."""
+        return self.copy_(low + (high - low) * random_generator(generator).random(self.shape))
+
+    def bernoulli_(self, p: Numbers = 0.5, generator: np.random.Generator | None = None) -> Self:
+        """Set each element to 1 with probability p, else to 0."""
+        return self.copy_((random_generator(generator).random(self.shape) < np.asarray(p)) * 1)
+
+    def random_(self, low: int = 0, high: int | None = None, generator: np.random.Generator | None = None) -> Self:
+        """Set the elements to whole numbers drawn uniformly from [low, high), or from 0 to low - 1; without arguments up to the
+        largest that the dtype holds exactly."""
+        low, high = (low, high) if high is not None else (0, low or (2**31 - 1 if self.dtype.kind == 'i' else 2**24))
+        return self.copy_(random_generator(generator).integers(low, high, self.shape))
+
+    def _replace(self, compute: Callable[[Tensor], Tensor], operands: tuple[Any, ...] = ()) -> Self:
+        """Replace the elements by those of compute(self)."""
+        def recorded() -> Tensor:
+            result = compute(self)
+            check_stored(result, self)
+            return result.astype(self.dtype)
+        value = next((x for x in operands if isinstance(x, Tensor) and x.requires_grad), None)
+        return self._change(recorded, lambda array: array._replace(lambda _: compute(self).array), value)
 
     def _change(self, recorded: Callable[[], Tensor], in_place: Callable[[NDArray], Any], value: Any) -> Self:
         """Change this tensor in its memory if nothing is recorded; else replace it by the result of an op, so that values
@@ -452,11 +499,17 @@ def pad_axes(x: Tensor, widths: Any, value: float = 0) -> Tensor:
     return apply(shapes.Pad, x, widths=tuple(map(tuple, pairs)), value=value)
 
 
+def erf(x: Tensor) -> Tensor:
+    """Return the error function, computed in float64, in the dtype of x (float32 for integers)."""
+    y = apply(NormalCDF, x.astype(np.float64) * math.sqrt(2)) * 2 - 1
+    return y.astype(x.dtype if x.dtype.kind == 'f' else np.float32)
+
+
 def einsum(subscripts: str, *operands: Numbers) -> Tensor:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
     pyops/contraction.py."""
     from pyops.contraction import einsum
-    return einsum(subscripts, *_tensors(operands))
+    return einsum(subscripts, *_tensors(arrays_of(operands)))
 
 
 _UNARY = {op.__name__.lower(): op for op in (elementwise.Exp, elementwise.Log, elementwise.Sqrt, elementwise.Tanh,
