@@ -4,7 +4,11 @@
     tape.py         apply(op, ...) runs an op on Tensors and records it as a Node
     gradients.py    backward() and grad() visit the Nodes from the last to the first
     tensor.py       Tensor: its operators and methods apply ops
+    function.py     Function: an operation with a gradient of its own
+    functional.py   Jacobians and Hessians
 """
+from pyops.autograd import functional
+from pyops.autograd.function import Function
 from pyops.autograd.gradients import backward, grad
 from pyops.autograd.mode import (
     detect_anomaly,
@@ -18,5 +22,5 @@ from pyops.autograd.mode import (
 from pyops.autograd.tape import Node, apply
 from pyops.autograd.tensor import Tensor
 
-__all__ = ['Node', 'Tensor', 'apply', 'backward', 'detect_anomaly', 'enable_grad', 'grad',
+__all__ = ['Function', 'Node', 'Tensor', 'apply', 'backward', 'detect_anomaly', 'enable_grad', 'functional', 'grad',
            'inference_mode', 'is_grad_enabled', 'no_grad', 'set_detect_anomaly', 'set_grad_enabled']
