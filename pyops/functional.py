@@ -396,8 +396,9 @@ def permute(x: Numbers, axes: Sequence[int]) -> Tensor:
     return apply(Permute, tensor(x), axes=tuple(axes))
 
 
-def transpose(x: Numbers, a: int, b: int) -> Tensor:
-    """Exchange two axes."""
+def transpose(x: Numbers, a: int = -2, b: int = -1, axes: Sequence[int] | None = None) -> Tensor:
+    """Exchange two axes, by default the last; axes: both."""
+    a, b = (a, b) if axes is None else axes
     return tensor(x).swapaxes(a, b)
 
 
