@@ -43,7 +43,7 @@ static cudaStream_t fault_stream() {
         cudaStream_t made = nullptr;
         if (cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking) == cudaSuccess) return made;
         cudaGetLastError();
-        return (cudaStream_t)nullptr;
+        return (cudaStream_t) nullptr;
     }();
     return stream;
 }
