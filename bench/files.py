@@ -73,7 +73,9 @@ def translate(folder, kind, threads=1):
 
     A turn from line 0 begins a new pass over the file; others continue it.   batch: sentences, 0 for the default
     """
+    from pyops.text import decoding
     who, _, compute = kind.partition('/')
+    decoding.REPEATS = sys.maxsize          # CTranslate2 does not cut a repetition
     path = (folder / 'checkpoint').read_text()
     stream = {'ours': _ours, 'command': _command, 'ct2': _CTranslate2}[who](folder, path, compute, threads)
     outputs = iter(())

@@ -259,7 +259,7 @@ def gemm_batched(c, a, b, accumulate=False):
     if a.shape != (*batch, M, K) or b.shape != (*batch, K, N):
         raise ValueError(f'gemm_batched: c {c.shape}, a {a.shape} and b {b.shape} do not fit')
     strides = [element_strides(operand) for operand in (c, a, b)]
-    if N > 1 and strides[0][-1] != 1:
+    if M and N > 1 and math.prod(batch) and strides[0][-1] != 1:
         raise ValueError(f'gemm_batched: c: expected contiguous rows, got strides {c.strides}')
     layout = np.array(batch, np.int64), np.array([operand[:-2] for operand in strides], np.int64).reshape(-1)
     launch('gemm_batched', c, a, b, *layout, len(batch), M, N, K, max(strides[0][-2], N), *strides[1][-2:], *strides[2][-2:],

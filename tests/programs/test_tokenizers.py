@@ -160,7 +160,7 @@ def test_a_run_prints_the_number_of_subwords(tmp_path, capsys):
 
 
 def test_the_data_of_a_run_with_subwords_has_one_vocabulary_and_counts_its_cut_sentences(capsys):
-    args = SimpleNamespace(corpus='embedded', data_dir=None)
+    args = SimpleNamespace(corpus='embedded', data_dir=None, keep_best=None)
     settings = DEFAULTS | dict(tiny=1, vocabulary=400, num_steps=8)
     words, subwords = (Data.load(args, settings | dict(tokenizer=name)) for name in ('word', 'bpe'))
     assert subwords.shared and not words.shared and len(subwords.train) == len(words.train) == 451

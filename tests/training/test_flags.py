@@ -103,8 +103,8 @@ def run_program(program, *arguments):
     return done.returncode, done.stdout, done.stderr
 
 
-PACKAGES = {'mnist': ['train', 'resnet'], 'seq2seq': ['train', 'translate', 'evaluate'],
-            'transformer': ['train', 'translate', 'evaluate', 'from_marian']}
+PACKAGES = {'mnist': ['train', 'resnet'], 'seq2seq': ['train', 'translate', 'evaluate', 'average'],
+            'transformer': ['train', 'translate', 'evaluate', 'average', 'from_marian']}
 PROGRAMS = [f'{package}.{name}' for package, names in PACKAGES.items() for name in names]
 TOOLS = ['pyops', 'pyops.data', 'pyops.inspect']
 
@@ -130,8 +130,8 @@ def test_a_package_of_programs_lists_them(package):
 
 
 @pytest.mark.parametrize('program, words', [
-    ('pyops', ['doctor', 'train', 'plan', 'translate', 'evaluate', 'data', 'gradcheck', 'inspect', 'serve', 'replay', 'rewind',
-               'bisect', 'branch', 'bench', 'exercises', 'export', 'version', 'completion']),
+    ('pyops', ['doctor', 'train', 'plan', 'translate', 'evaluate', 'average', 'data', 'gradcheck', 'inspect', 'serve', 'replay',
+               'rewind', 'bisect', 'branch', 'bench', 'exercises', 'export', 'version', 'completion']),
     ('pyops.data', ['list', 'get', 'pack']),
     ('pyops.inspect', ['draw', 'serve', 'compare', 'products', 'runs', 'sensitivity'])])
 def test_a_tool_without_a_command_lists_its_commands(program, words):
