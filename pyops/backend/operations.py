@@ -69,7 +69,7 @@ class KernelOperations(Device):
     def where(self, y, condition, a, b):
         """((a ^ b) & chosen) ^ b: the CUDA library has no kernel for this."""
         suffix_of(y)                                    # raise for float64 on a GPU
-        chosen = -truth_of(condition, INT)              # all bits are 1, or none
+        chosen = 0 - truth_of(condition, INT)           # all bits are 1, or none
         y, a, b = y.bits_of(), a.bits_of(), b.bits_of()
         self.binary('xor', y, a, b)
         self.binary('and', y, y, chosen)
