@@ -11,6 +11,7 @@ next run.
 import collections
 import functools
 import hashlib
+import importlib.util
 import mmap
 import os
 import re
@@ -83,6 +84,9 @@ def main(argv=None):
     if unknown := set(args.targets) - fuzzing.TARGETS.keys():
         raise UserError(f'{min(unknown)}: no such reader; expected one of {", ".join(fuzzing.TARGETS)}')
     names = args.targets or list(fuzzing.TARGETS)
+    if not args.targets and not importlib.util.find_spec('sentencepiece'):
+        names.remove('marian')
+        print('marian : left out, sentencepiece is not installed: pip install sentencepiece', file=sys.stderr)
     first = totals.first_seed(args, 'fuzz')
     runs = Runs.one(first, first + args.workers - 1)
     FOUND.mkdir(parents=True, exist_ok=True)

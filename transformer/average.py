@@ -4,18 +4,20 @@
     python -m transformer.average a.safetensors b.safetensors -o average.safetensors
 """
 from pyops.errors import exits_cleanly
-from pyops.text import averaging
+from pyops.text.flags import averaging_parser
 
 PROGRAM = 'transformer.average'
 
 
 def parser():
-    return averaging.parser(PROGRAM, __doc__)
+    return averaging_parser(PROGRAM, __doc__)
 
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    from .model import SIZES  # here, since --help needs no library
+    from pyops.text import averaging  # here, since --help needs no library
+
+    from .model import SIZES
     averaging.run(args, 'transformer', SIZES)
 
 

@@ -8,25 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pyops import checkpoint, programs
+from pyops import checkpoint
 from pyops.errors import UserError
-from pyops.flags import ArgumentParser, int_up_to, output_file
-from pyops.text.flags import FIXED
-
-LAST = 5                # --last
-
-
-def parser(program: str, docstring: str | None = None) -> ArgumentParser:
-    """Return the parser of `python -m PROGRAM.average`."""
-    p = ArgumentParser(prog=programs.command(program), docstring=docstring,
-                       description='Write a checkpoint whose parameters are the means of those of several checkpoints.')
-    group = p.group('average')
-    group.add_argument('checkpoint', nargs='+', help='two or more checkpoints of a run; or its folder: its newest ones')
-    group.add_argument('-o', '--output', type=output_file, required=True, metavar='FILE',
-                       help=f'the checkpoint to write, a name that ends in {checkpoint.SUFFIX} (required)')
-    group.add_argument('--last', type=int_up_to(1000), metavar='N',
-                       help=f'of a folder: average its newest N checkpoints (default {LAST}, or all if there are fewer)')
-    return p
+from pyops.text.flags import AVERAGED, FIXED
 
 
 def run(args: Namespace, program: str, sizes: Iterable[str]) -> None:
@@ -54,7 +38,7 @@ def chosen(given: list[str], last: int | None = None) -> list[str]:
         if len(paths) < (last or 2):
             raise UserError(f'{given[0]}: expected {last or 2} checkpoints to average, found {len(paths)}; train with '
                             '--save-every 1 to have more')
-        return paths[:last or LAST]
+        return paths[:last or AVERAGED]
     if last:
         raise UserError(f'--last {last}: expected one folder, got {given[0]}; give a folder, or leave --last out')
     if len(set(map(os.path.realpath, given))) < max(2, len(given)):

@@ -39,6 +39,7 @@ LENGTH_PENALTY = 1.0                                            # --length-penal
 LARGEST_PENALTY = 100       # 1000 tokens to this power, the divisor of a score, are a finite float64
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
 NOTHING = 'none'                                                # --exclude
+AVERAGED = 5                                                    # --last of the programs average
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
 
 
@@ -196,6 +197,19 @@ def serving_parser(program, docstring=None):
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint')
     add_compute_flag(p)
+    return p
+
+
+def averaging_parser(program, docstring=None):
+    """Return the parser of a program that averages checkpoints."""
+    p = ArgumentParser(prog=programs.command(program), docstring=docstring,
+                       description='Write a checkpoint whose parameters are the means of those of several checkpoints.')
+    group = p.group('average')
+    group.add_argument('checkpoint', nargs='+', help='two or more checkpoints of a run; or its folder: its newest ones')
+    group.add_argument('-o', '--output', type=output_file, required=True, metavar='FILE',
+                       help='the checkpoint to write, a name that ends in .safetensors (required)')
+    group.add_argument('--last', type=int_up_to(1000), metavar='N',
+                       help=f'of a folder: average its newest N checkpoints (default {AVERAGED}, or all if there are fewer)')
     return p
 
 

@@ -7,6 +7,7 @@ strided arrays and of float64, are tried on the tests of MODULES instead.
 import contextlib
 import functools
 import importlib
+import importlib.util
 import itertools
 import os
 import signal
@@ -149,7 +150,7 @@ def _cases_of_modules():
                                  for value in values])
             choices = [functools.reduce(dict.__or__, one) for one in itertools.product(*sets)]
             needs = set(test.__code__.co_varnames[:test.__code__.co_argcount]) - choices[0].keys()
-            if needs - {'torch', 'monkeypatch'}:
+            if needs - {'torch', 'monkeypatch'} or 'torch' in needs and not importlib.util.find_spec('torch'):
                 continue
             if 'torch' in needs:
                 choices = [one | {'torch': importlib.import_module('torch')} for one in choices]

@@ -21,6 +21,7 @@ def test_the_table_rejects_every_mutant_of_a_kernel(kernel):
 
 
 def test_other_kernels_are_tried_on_the_tests_of_strided_arrays_float64_and_optimisers(monkeypatch):
+    pytest.importorskip('torch', reason='torch is not installed: pip install torch')        # these tests compare with it
     monkeypatch.setattr(mutants, 'MODULES', ('autograd/test_double',))
     every = mutants._cases_of_modules
     monkeypatch.setattr(mutants, '_cases_of_modules',
