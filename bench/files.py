@@ -18,6 +18,7 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -277,7 +278,8 @@ def main(argv=None):
     kinds = [f'{who}/{compute}' for compute in args.compute for who in (OURS if args.no_ctranslate2 else (*OURS, 'ct2'))
              if f'{who}/{compute}' != 'ct2/bf16']
     about, figures, wrong = contest(args, kinds, threads)
-    told = {'threads': threads, 'isa': backend.isa(), 'sentences': args.sentences, 'corpus': about, 'beams': figures}
+    told = {'threads': threads, 'isa': backend.isa(), 'sentences': args.sentences, 'corpus': os.path.basename(about),
+            'beams': figures}
     if args.json:
         print(json.dumps(told))
     else:
