@@ -794,7 +794,7 @@ class Adagrad(_Formula):
 
 
 class Adadelta(_Formula):
-    """Steps scaled by the root mean square of earlier steps over that of gradients.  Zeiler 2012, arXiv:1212.5701."""
+    """Steps scaled by the ratio of the root mean squares of earlier steps and of gradients.  Zeiler 2012, arXiv:1212.5701."""
     MOMENTS = 'square', 'moved'
     RATE, DEFAULTS = 1.0, dict(rho=0.9, eps=1e-6)
 

@@ -247,7 +247,7 @@ class KernelCall:
     entries     the entries of all parameters, if `one` is made of them: its backward adds to their .grad.  None if a parameter
                 is not a module's; then make() creates the op again for backward
     views, device   the NDArrays of all parameters, and their device, None without parameters
-    is_kept     whether `one` reads the memory of `views`, of which none is a module's: the next call may use it again
+    is_kept     whether `one` reads the memory of `views`, and no view is a module's: the next call may use it again
     """
     __slots__ = ('op', 'parameters', 'settings', 'entries', 'views', 'device', 'is_kept', 'one')
     entries: tuple[Any, ...] | None
