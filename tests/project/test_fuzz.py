@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 
 import fuzzing
@@ -195,9 +197,18 @@ def test_the_lines_of_a_traceback_stay_with_probes(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_inputs(tmp_path):
+    # in new processes: a line that a cache or an import skips is not reached a second time
+    code = ('import itertools, pathlib, sys\n'
+            'from fuzzing import fuzz\n'
+            'inputs = fuzz("recipe", int(sys.argv[1]), pathlib.Path(sys.argv[2]))\n'
+            'print([data for data, _ in itertools.islice(inputs, 60)])')
+
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / 'tests', ROOT / 'tests' / 'helpers')))
+
     def inputs(folder, seed):
         (tmp_path / folder).mkdir()
-        return [data for data, _ in itertools.islice(fuzz('recipe', seed, tmp_path / folder), 60)]
+        return subprocess.run([sys.executable, '-c', code, str(seed), tmp_path / folder], stdout=subprocess.PIPE, check=True,
+                              env=os.environ | {'PYTHONPATH': paths}).stdout
     first = inputs('a', 0)
     assert first == inputs('b', 0) != inputs('c', 1)
 
