@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from arrays import normal
-from backends import LOWERED, cpu_has
+from backends import cpu_has
 from conftest import ROOT, environment_without
 from places import ON_GPU
 
@@ -35,17 +35,12 @@ def settings():
 
 
 def run(*arguments, isa, threads=1, is_exact=True, **environment):
-    """Return the output of a Python process on an instruction set; AVX-512 on another CPU by the lowered library."""
-    library = {} if cpu_has(isa) else {'PYOPS_LIBRARY': str(LOWERED)}
-    clean = environment_without('PYOPS_LIBRARY', 'PYOPS_BACKEND', 'PYOPS_ISA', 'PYOPS_EXACT', **library, **environment,
+    """Return the output of a Python process on an instruction set."""
+    clean = environment_without('PYOPS_LIBRARY', 'PYOPS_BACKEND', 'PYOPS_ISA', 'PYOPS_EXACT', **environment,
                                 PYOPS_ISA=isa, PYOPS_EXACT=str(int(is_exact)), OMP_NUM_THREADS=str(threads))
     done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=clean, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def runs_here(isa):
-    return cpu_has(isa) or isa == 'avx512' and LOWERED.exists()
 
 
 def bits(isa, threads, is_exact=True):
@@ -57,7 +52,7 @@ def bits(isa, threads, is_exact=True):
 def test_all_kernels_give_the_same_bits_on_every_instruction_set():
     generic, default = bits('generic', 2), bits('avx2' if cpu_has('avx2') else 'generic', 1, is_exact=False)
     assert len(generic) > 700
-    for number, isa in enumerate(isa for isa in ISAS[1:] if runs_here(isa)):
+    for number, isa in enumerate(isa for isa in ISAS[1:] if cpu_has(isa)):
         found = bits(isa, number + 1)
         assert found.keys() == generic.keys()
         assert not (differ := [name for name, value in found.items() if value != generic[name]]), (isa, differ)
@@ -66,7 +61,7 @@ def test_all_kernels_give_the_same_bits_on_every_instruction_set():
 
 
 @pytest.mark.parametrize('isa', [
-    pytest.param(isa, marks=pytest.mark.skipif(not runs_here(isa), reason=f'no {isa}: run on a CPU with it, or `make lowered`'))
+    pytest.param(isa, marks=pytest.mark.skipif(not cpu_has(isa), reason=f'no {isa}: run on a CPU with it'))
     for isa in ISAS])
 @pytest.mark.parametrize('threads,environment', [(1, {}), (2, {}), (2, OLD)], ids=['1', '2', 'old'])
 def test_every_machine_trains_the_weights_of_the_readme(isa, threads, environment):
