@@ -24,7 +24,7 @@ from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
 
 PROGRAM = 'bench.floor'
-ATTEMPTS = 3            # measurements of what is below the floor: other processes may have disturbed the first
+ATTEMPTS = 3            # measurements of products below the floor: other processes may have disturbed the first
 ROUNDS = 2_000_000      # of a measurement of the limit: milliseconds, so that waking threads is negligible
 LEAST = 2**26           # multiply-adds of the products that are checked: smaller ones depend on what else is in the caches
 

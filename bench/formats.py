@@ -191,7 +191,7 @@ def main(argv=None):
 
 
 def merged(lines, page):
-    """Return the lines of a table of some recipes, and those of the others in the text of the page, in the order of RECIPES."""
+    """Return the lines of a table: new ones of some recipes, the page's for the others, in the order of RECIPES."""
     head, rule, *rows = lines
     known = dict.fromkeys(recipe.name for recipe in RECIPES)
     old = page.partition('<!-- formats -->')[2].partition('<!-- /formats -->')[0].strip().splitlines()

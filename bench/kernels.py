@@ -29,9 +29,9 @@ PROGRAM = 'bench.kernels'
 class Case(NamedTuple):
     """A case to time.  Either flops or nbytes is its amount of work, the other is 0; the nonzero one selects the limit.
     theirs, numpy: the same in PyTorch and in numpy, if available.  Each returns its results, a list of arrays to compare.
-    reset(): called before results are compared, so that they are those of a first call
+    reset(): called before results are compared, so that they equal a first call's
     of(results): what is compared, if not the results
-    tolerance: of what is compared, relative to the largest number
+    tolerance: relative to the largest compared number
     """
     name: str
     flops: float

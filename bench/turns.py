@@ -92,7 +92,7 @@ class Comparison:
         self.program, self.wrong = program, []
 
     def compare(self, name, when, got, want, tolerance=TOLERANCE):
-        """Compare our results with those of another contestant: lists of arrays.  when: 'before' or 'after' the timed turns."""
+        """Compare our results with another contestant's: lists of arrays.  when: 'before' or 'after' the timed turns."""
         away = difference(got, want)
         if not away <= tolerance:
             self.wrong.append(f'{name}: {when} the timed turns its results differ by {away:.2e} of the largest number')

@@ -507,7 +507,7 @@ PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
  * sum = x + branch * keep / (1 - p);  y, mean, rstd = layer norm of sum.   keep as in pyops_dropout; step NULL or p = 0: all 1
  * backward:  dx (+)= the gradient of sum, as in layer norm;   dbranch = dx * keep / (1 - p);   dweight, dbias add
  *            accumulate 1: adds to dx, which holds the gradient of another use of sum, as in a pre-norm transformer
- *            dbranch is NULL without dropout, where it would equal dx
+ *            dbranch is NULL without dropout: it would equal dx
  * The results are bit-equal to pyops_residual, pyops_layer_norm_* and pyops_dropout, one after the other.
  * x, branch, sum, y, dy, dx, dbranch (R,C)   weight, bias, dweight, dbias (C)   sum, mean, rstd (R) are saved for backward
  * sum may be x or branch, dx may be dy.   work: pyops_layer_norm_backward_work(R, C) floats
@@ -717,7 +717,7 @@ PYOPS_API pyops_status pyops_gru_gates_backward(
     int64_t B, int64_t H, int32_t stage, void *stream);
 
 /* ---- LSTM and simple recurrent network over a whole sequence -----------------------------
- * For t = 0 .. T-1, with h[-1] = h0 and c[-1] = c0 (zeros where they are NULL):
+ * For t = 0 .. T-1, with h[-1] = h0 and c[-1] = c0 (zeros if NULL):
  *   a = x[t] w_ih' + b_ih + h[t-1] w_hh' + b_hh           G blocks of H columns
  *   TANH, RELU (G = 1)   h[t] = tanh(a) or max(a, 0)
  *   LSTM (G = 4)         i = sigmoid(a_i);   f = sigmoid(a_f);   g = tanh(a_g);   o = sigmoid(a_o)

@@ -94,7 +94,7 @@ template <class T> struct Weights {
         if (std::is_same_v<T, float> || is_float) return static_cast<const float *>(p)[i];
         return as_float(static_cast<const T *>(p)[i]);
     }
-    // Elements i to i + 3 of a row; zeros from i + left on, where it ends.
+    // Elements i to i + 3 of a row; zeros from i + left on, the end of the row.
     __device__ __forceinline__ float4 four(int64_t i, int64_t left) const {
         if (std::is_same_v<T, float> || is_float) return four_of(static_cast<const float *>(p) + i, left);
         return four_of(static_cast<const T *>(p) + i, left);

@@ -218,7 +218,7 @@ def tensors(params, optimizer=None, moments=None):
     amax histories.
 
     If the optimizer averages the parameters, the average has their name, since it is used to serve; they are named `trained`.
-    moments: the flat buffers of both moments, if ranks share them; None: those of the parameters
+    moments: the flat buffers of both moments, if ranks share them; None: the parameters' own
     """
     m, v = moments or (params.m, params.v)
     groups = dict(parameter=params.values) | (dict(adam_m=m, adam_v=v) if optimizer else {})

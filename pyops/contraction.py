@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import Any
 
-SEARCHED = 6            # operands of which all orders are compared: 3^6 / 2 products
+SEARCHED = 6            # operands whose orders are all compared: 3^6 / 2 products
 
 
 def einsum(subscripts: str, *operands: Any) -> Any:
@@ -73,7 +73,7 @@ def _order(terms: tuple[str, ...], output: str, sizes: tuple[tuple[str, int], ..
         pair = min(itertools.combinations(nodes, 2), key=lambda pair: cost(*pair))
         rest = [node for node in nodes if node not in pair]
         nodes = [*rest, product(*pair, rest)]
-    # the best order of each set of nodes, from those of its two parts; bit i of a set is node i
+    # the best order of each set of nodes, from the best orders of its two parts; bit i of a set is node i
     best = {1 << i: (0, node) for i, node in enumerate(nodes)}
     for every in range(1, 1 << len(nodes)):
         if every in best:

@@ -1360,7 +1360,7 @@ def kl_div(x: Numbers, target: Numbers, reduction: str = 'mean', log_target: boo
 
 
 def cosine_embedding_loss(x1: Numbers, x2: Numbers, target: Numbers, margin: float = 0.0, reduction: str = 'mean') -> Tensor:
-    """Return the mean of 1 - cos(x1, x2) where target is 1, and of max(0, cos(x1, x2) - margin) where it is -1."""
+    """Return the mean of 1 - cos(x1, x2) for target 1, and of max(0, cos(x1, x2) - margin) for target -1."""
     cosine = cosine_similarity(x1, x2, -1)
     losses = where(tensor(target, cosine) == 1, 1 - cosine, relu(cosine - margin))
     return _reduced('cosine_embedding_loss', losses, reduction)
@@ -1372,7 +1372,7 @@ def margin_ranking_loss(x1: Numbers, x2: Numbers, target: Numbers, margin: float
 
 
 def hinge_embedding_loss(x: Numbers, target: Numbers, margin: float = 1.0, reduction: str = 'mean') -> Tensor:
-    """Return the mean of x where target is 1, and of max(0, margin - x) where it is -1."""
+    """Return the mean of x for target 1, and of max(0, margin - x) for target -1."""
     x = tensor(x)
     return _reduced('hinge_embedding_loss', where(tensor(target, x) == 1, x, relu(margin - x)), reduction)
 
@@ -1381,7 +1381,7 @@ def triplet_margin_loss(anchor: Numbers, positive: Numbers, negative: Numbers, m
                         eps: float = 1e-6, swap: bool = False, reduction: str = 'mean') -> Tensor:
     """Return the mean of max(0, d(anchor, positive) - d(anchor, negative) + margin), for d = pairwise_distance.
 
-    swap: d(positive, negative) replaces d(anchor, negative) where it is smaller
+    swap: d(positive, negative) replaces d(anchor, negative) if smaller
     """
     far = pairwise_distance(anchor, negative, p, eps)
     if swap:

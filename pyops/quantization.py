@@ -1,4 +1,4 @@
-"""Recipes for quantized training: which operand of which matrix product is rounded to which number format.
+"""Recipes for quantized training: the number format of each operand of each matrix product.
 
     recipe = Recipe.parse('fwd=mxfp8,dgrad.g=hifp8,attention=mxfp4:scale=even', layers='encoder.*')
     model = Transformer(Config(..., ops=family(recipe)))

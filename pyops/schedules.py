@@ -352,7 +352,7 @@ class SequentialLR(_Steps):
 
 
 class ChainedScheduler(_Steps):
-    """Several schedules at once, each of which multiplies the rate."""
+    """Several schedules at once; each multiplies the rate."""
 
     def __init__(self, schedulers: Sequence[Any], optimizer: Any = None) -> None:
         self.optimizer, self._schedulers = schedulers[0].optimizer, schedulers

@@ -63,11 +63,11 @@ def commit():
 
 
 def add_flags(p):
-    """Add --seed, --save and --page to a parser.   The first seed is that of first_seed"""
+    """Add --seed, --save and --page to a parser.   The first seed is first_seed's"""
     seeds = p.add_mutually_exclusive_group()
     seeds.add_argument('--seed', type=non_negative_int, default=0, metavar='N', help='first seed (default %(default)s)')
     seeds.add_argument('--save', action='store_true',
-                       help='use the seeds after those of the page, and add the figures to its own')
+                       help='use the seeds that follow the last one of the page, and add the figures to its own')
     p.add_argument('--page', type=Path, default=PAGE, metavar='FILE', help=f'page for --save (default {_PAGE})')
 
 
@@ -77,7 +77,7 @@ def first_seed(args, name):
 
 
 def save(args, name, found, command):
-    """With --save, add figures to those of the page.   found: has + and str(); its class reads a text with read(text)"""
+    """With --save, add figures to the page's.   found: has + and str(); its class reads a text with read(text)"""
     if args.save:
         write(name, str(type(found).read(text(args.page, name)) + found), command, args.page)
 

@@ -149,7 +149,7 @@ class DeepGRU:
         """Return the gradients of the context and of each layer's initial h (None if forward got none).
 
         dh (N, H) or None; dlast: gradients (B, H) of the last h of each layer, or None.  Empties ctx.
-        With several layers the gradient of the context is added to that of the top layer's initial h, and both are this sum.
+        With several layers the gradient of the context is added to the initial h's of the top layer, and both are this sum.
         """
         dstates = [None] * len(self.layers)
         for i in reversed(range(1, len(self.layers))):

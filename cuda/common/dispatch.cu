@@ -15,7 +15,7 @@ const char *pyops_isa(void) { return "cuda"; }
 const char *pyops_bf16_isa(void) { return "cuda"; }
 int32_t pyops_is_exact(void) { return 0; }
 pyops_status pyops_set_exact(int32_t exact) {
-    PYOPS_REQUIRE(exact == 0, "set_exact: exact=%d, expected 0: kernels of a GPU have other sums than those of the CPU", exact);
+    PYOPS_REQUIRE(exact == 0, "set_exact: exact=%d, expected 0: kernels of a GPU and of the CPU have different sums", exact);
     return PYOPS_OK;
 }
 const char *pyops_int8_isa(void) { return "cuda"; }

@@ -104,7 +104,7 @@ DEVICE void check_length(FaultRecord *record, Who who, const int32_t *lengths, i
     if (lengths[b] < 0 || lengths[b] > T) report(record, Fault::length, who, b, lengths[b], T);
 }
 
-// Report packed rows of sentence b that do not start where the last ones end, or of which there are more than T.
+// Report packed rows of sentence b that do not start where the last ones end, or are more than T.
 // fault: of the array in question.
 DEVICE void check_offset(FaultRecord *record, Fault fault, Who who, const int32_t *offsets, int64_t b, int64_t T) {
     const int64_t rows = int64_t(offsets[b + 1]) - offsets[b];

@@ -201,7 +201,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEven
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
     Inside inside(runtime);
     return enqueue(stream, [=] {
-        DeviceMemoryOpen open;                      // it may stand for work of the device
+        DeviceMemoryOpen open;                      // it may be work of the device
         function(data);
     });
 }

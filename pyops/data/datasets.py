@@ -215,7 +215,7 @@ class IterableDataset:
 
 
 def random_generator(generator: np.random.Generator | None) -> np.random.Generator:
-    """Return a numpy Generator: the given one, or the next of those of the process seed (pyops.seed)."""
+    """Return a numpy Generator: the given one, or the next from the process seed (pyops.seed)."""
     return np.random.default_rng(next_key('data')) if generator is None else generator
 
 

@@ -30,7 +30,7 @@ _PLACES = {-math.inf: '0', math.inf: 'inf or NaN'}
 
 class CodeStatistics(NamedTuple):
     """codes: {code: count};  scales: {floor(log2(scale)): number of blocks}, empty without scales
-    code_std: standard deviation of the numbers that the codes stand for, before the scale
+    code_std: standard deviation of the numbers that the codes mean, before the scale
     scale_std: standard deviation of log2 of the blocks' scales, in octaves; nan without scales
 
     Padding, blocks of zeros, whose scale means nothing, and blocks with NaN or infinity are left out of scales and deviations.
@@ -137,7 +137,7 @@ def save(folder: str, entry: Entry, codes: Codes, axis: int | str) -> str:
 def shares(f: Format, histograms: list[dict[int, int]], of_codes: bool) -> str:
     """Return the summed histograms of codes or of scales as text, such as '2^-9 25.0, 2^-8 75.0': percent by octave.
 
-    Codes count by the numbers that they stand for.  Beyond twelve octaves the rarest are summed as `others`.
+    Codes count by the numbers that they mean.  Beyond twelve octaves the rarest are summed as `others`.
     """
     total: dict[float, int] = {}
     numbers = values(f) if of_codes else np.zeros(0)

@@ -94,8 +94,8 @@ def _add_runs(parser):
     parser.add_argument('runs', type=_path, nargs='+', metavar='RUN',
                         help='folder of saved tensors, or NAME=FOLDER; the first is the reference of the others')
     parser.add_argument('--tolerance', type=non_negative_float, default=1e-5, metavar='X',
-                        help='runs part where the root mean square of a difference, divided by that of the reference, exceeds '
-                        'X; 0: at any difference (default %(default)s)')
+                        help='runs part where the root mean square of a difference, divided by the one of the reference, '
+                        'exceeds X; 0: at any difference (default %(default)s)')
     group = parser.group('tensors')
     _add_layers(group)
     _add_tensor_names(group)

@@ -321,7 +321,7 @@ def _draw_tensor(job):
 
 
 def _tags_of(entry):
-    """Return {column of tensor_stats.txt: text} of what distinguishes the instances of a tensor."""
+    """Return {column of tensor_stats.txt: text} that distinguishes the instances of a tensor."""
     return {name: str(value) for name, value in (
         ('folder', os.path.dirname(entry.relative_path)), ('run', entry.training + 1 if entry.training else ''),
         *((tag, getattr(entry, tag)) for tag in TAGS)) if value not in ('', None)}

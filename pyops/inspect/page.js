@@ -684,7 +684,7 @@ function drawPanels(cells, maps, steps, labels, selected) {
 const DIFFERENCES = ['run', 'layer', 'role', 'action', 'worst relative difference', 'at step', 'largest difference',
                      'first step beyond the tolerance'];
 
-// A difference as text; null stands for a number that is not finite.
+// A difference as text; null means a number that is not finite.
 const distance = value => value === null ? '\u221e' : shown(value, 4);
 
 function drawPartings() {

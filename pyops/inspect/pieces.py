@@ -1,7 +1,7 @@
 """The measures of a large tensor in a number format: its file is read and measured piece by piece, in bounded memory.
 
 A piece is a range of the file that rounds as it does within the tensor: whole blocks, and no scale for the whole tensor.
-Counts and maxima are those of the whole tensor.  Sums of float64 numbers are added in another order, so the measures made from
+Counts and maxima are of the whole tensor.  Sums of float64 numbers are added in another order, so the measures made from
 them may differ by a relative error of 1e-12.
 """
 from __future__ import annotations

@@ -144,7 +144,7 @@ class _Safetensors(NamedTuple):
     scales: dict[str, _Stored]
 
     def codes(self, item: packed.Packed) -> np.ndarray:
-        """Return the numbers that the codes of a weight stand for, before the scale."""
+        """Return the numbers that the codes of a weight mean, before the scale."""
         stored = self.tensors[item.codes]
         return packed.unpack(item, stored.read()) if stored.dtype in ('uint8', 'int32') else stored.numbers()
 

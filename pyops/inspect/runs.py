@@ -137,7 +137,7 @@ class Pair(NamedTuple):
 class Difference(NamedTuple):
     """The difference of a pair.
 
-    relative: root mean square of the difference, divided by that of the reference; inf if the reference is 0, if only one has
+    relative: root mean square of the difference, divided by the reference's; inf if the reference is 0, if only one has
     a NaN or infinity in a place, or if the shapes differ
     max_error: largest absolute difference of an element;  reason: why the values cannot be compared, '' if they can
     """

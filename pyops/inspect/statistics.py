@@ -106,7 +106,7 @@ def measure(x: Any, fmt: str | Format, axis: int | str = -1,
 
 
 def joined(all_totals: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the `totals` of a tensor from those of its pieces."""
+    """Return the `totals` of a tensor from its pieces' totals."""
     result: dict[str, float] = {}
     for total in all_totals:
         for name, value in total.items():

@@ -1,7 +1,7 @@
 """Initialisers in PyTorch's form: nn.init.kaiming_normal_(layer.weight) sets the values of a Tensor in place, and returns it.
 
 pyops.init has the same ones as functions of shapes, for Parameters that do not have values yet.
-generator: a numpy Generator; None: the next of those of the process seed (pyops.seed).
+generator: a numpy Generator; None: the next from the process seed (pyops.seed).
 """
 from __future__ import annotations
 

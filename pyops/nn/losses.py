@@ -174,7 +174,7 @@ class PairwiseDistance(FunctionLayer, function=F.pairwise_distance, p=2.0, eps=1
 
 
 class CosineEmbeddingLoss(FunctionLayer, function=F.cosine_embedding_loss, margin=0.0, reduction='mean'):
-    """Return the mean of 1 - cos(x1, x2) where target is 1, and of max(0, cos(x1, x2) - margin) where it is -1."""
+    """Return the mean of 1 - cos(x1, x2) for target 1, and of max(0, cos(x1, x2) - margin) for target -1."""
 
 
 class MarginRankingLoss(FunctionLayer, function=F.margin_ranking_loss, margin=0.0, reduction='mean'):
@@ -182,7 +182,7 @@ class MarginRankingLoss(FunctionLayer, function=F.margin_ranking_loss, margin=0.
 
 
 class HingeEmbeddingLoss(FunctionLayer, function=F.hinge_embedding_loss, margin=1.0, reduction='mean'):
-    """Return the mean of x where target is 1, and of max(0, margin - x) where it is -1."""
+    """Return the mean of x for target 1, and of max(0, margin - x) for target -1."""
 
 
 class TripletMarginLoss(FunctionLayer, function=F.triplet_margin_loss, margin=1.0, p=2.0, eps=1e-6, swap=False,

@@ -209,7 +209,7 @@ class Module:
         replaces the inputs.
 
         with_kwargs: hook(module, inputs, named) instead, which returns None or (inputs, named).  Return a Hook, whose remove()
-        ends this.  forward_arrays calls no hooks, and a plan only those of its recording.
+        ends this.  forward_arrays calls no hooks, and a plan calls only hooks that were set when it was recorded.
         """
         return Hook(self._all_hooks()[0], hook if with_kwargs else _without_named(hook))
 

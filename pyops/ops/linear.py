@@ -151,7 +151,7 @@ class JoinedLinear(Linear):
 class LinearPair:
     """Two Linear layers that do not depend on each other as one kernel: on a GPU, one launch instead of two.
 
-    Shapes   as in Linear, for the x1, y1, dy1, dx1 of the first layer and those of the second
+    Shapes   as in Linear, for the x1, y1, dy1, dx1 of the first layer, then of the second
     Notes    the results have the bits of separate layers, and a plan finds the products of each layer under its name
     Errors   as in Linear; ValueError if a gradient is added to an array that overlaps an input of the kernel
     """

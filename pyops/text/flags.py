@@ -203,7 +203,7 @@ def serving_parser(program, docstring=None):
 def averaging_parser(program, docstring=None):
     """Return the parser of a program that averages checkpoints."""
     p = ArgumentParser(prog=programs.command(program), docstring=docstring,
-                       description='Write a checkpoint whose parameters are the means of those of several checkpoints.')
+                       description='Write a checkpoint whose parameters are the means over several checkpoints.')
     group = p.group('average')
     group.add_argument('checkpoint', nargs='+', help='two or more checkpoints of a run; or its folder: its newest ones')
     group.add_argument('-o', '--output', type=output_file, required=True, metavar='FILE',

@@ -32,7 +32,7 @@ class Session:
 
     @functools.cached_property
     def _words(self):
-        """The words to complete, sorted: those of a vocabulary, or the subwords that begin a word and have letters alone."""
+        """The words to complete, sorted: a vocabulary's, or the subwords that begin a word and have letters alone."""
         vocabulary = self._translator.source_vocabulary
         tokens = vocabulary.words(range(len(SPECIALS), len(vocabulary)))
         if isinstance(vocabulary, Vocabulary):

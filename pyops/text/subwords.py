@@ -30,7 +30,7 @@ _WORD = re.compile(f" ?\\d| ?{_LETTER}{{1,{_LONGEST}}}(?:['-]{_LETTER}{{1,{_LONG
 _WORD_OF_LIBRARY = _WORD.pattern.replace(_LETTER, r'[\p{L}\p{Nl}\p{No}]').replace(_REST, r'[^\p{L}\p{N} ]').replace(
     r'\d', r'\p{Nd}')
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-# the character that stands for each byte in the library's files
+# the character for each byte in the library's files
 _CHARACTERS = [chr(byte) if byte in _VISIBLE else chr(256 + byte - sum(b < byte for b in _VISIBLE)) for byte in range(256)]
 _NONE = np.iinfo(np.int32).max          # the rank of a pair that is not merged
 
@@ -222,7 +222,7 @@ class Subwords:
 
 
 def _byte_strings(names):
-    """Return the bytes that names of tokens stand for, a character each.   ValueError if a character stands for none"""
+    """Return the bytes that names of tokens mean, a character each.   ValueError if a character means none"""
     text = ''.join(names)                   # one call for all: a call per token takes 15 ms for 8000 tokens, at every start
     if foreign := set(text).difference(_CHARACTERS):
         raise ValueError(f'a token has the character {min(foreign)!r}')

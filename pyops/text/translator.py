@@ -372,7 +372,7 @@ class Translator:
     def _decoder(self, search: Search, scores: bool, workers: int) -> list[Decode]:
         """Return for each worker decode(source) -> for each sentence a list of pairs (ids, score).
 
-        Those of the last DECODERS searches are kept.  Their plans have memory for a number of threads, so it is in the key.
+        Decoders of the last DECODERS searches are kept.  Their plans have memory for a number of threads, so it is in the key.
         """
         while len(self._models) < workers:
             self._models.append(self.model.twin())

@@ -76,7 +76,7 @@ function isAnswer(answer, size) {
 // ---- sentences ------------------------------------------------------------------------------------------------------
 
 // lines: a sentence per line of the text: {text, found: its translations, refusal: why there are none, isStale: the
-// translations are those of an earlier text}
+// translations belong to an earlier text}
 // selected: the line whose alternatives and attention are shown
 let lines = [], selected = 0;
 const cache = new Map();        // text -> {found} or {refusal}
@@ -257,7 +257,7 @@ function unread(text, some) {
 }
 
 // Return the weights (words of the translation, words of the text): the mean over the pieces of a word of the translation,
-// the sum over those of a word of the text, so that rows still sum to 1.
+// the sum over the tokens of a word of the text, so that rows still sum to 1.
 function joinWeights(alignment, targets, sources) {
   return targets.map(target => sources.map(source => {
     let sum = 0;
