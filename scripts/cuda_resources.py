@@ -3,15 +3,18 @@
     python -m scripts.cuda_resources               compile for sm_80 and sm_90a and rewrite the table; takes minutes
     python -m scripts.cuda_resources gemm optim    only these files; the lines of the others stay
     python -m scripts.cuda_resources --log FILE    read the compiler's output from FILE instead
+    python -m scripts.cuda_resources --check gemm  compile, and compare with the table instead of writing it
     python -m scripts.cuda_resources --launches    the table of shared memory that kernels request at launch
 
 --launches requires the emulated library (make emulated) and no nvcc.  If cuobjdump is there, the instructions of sm_90a are
-checked, too.  Exit status 2 if a kernel spills registers, or the compiler serialises wgmma instructions.
+checked, too.  Exit status 2 if a kernel spills registers, or the compiler serialises wgmma instructions; with --check also if a
+kernel uses local memory or more registers than on the page.
 """
 import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +32,12 @@ EMULATED = ROOT / 'pyops' / 'libpyops_emulated.so'
 OBJECT = re.compile(r'^nvcc \S*/(\w+)\.o$')         # printed by make before the output for an object
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(sm_\w+)'")
 SPILLS = re.compile(r'(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads')
+SERIALISED = re.compile(r'\(C75\d\d\)|wgmma.*serialized')       # C7511 and others; C7517: a wait is injected
 USED = re.compile(r'Used (\d+) registers(?:.*?(\d+) bytes smem)?')
+# Instructions that only address arithmetic would not have: of memory, of barriers, and calls.
+BETWEEN = re.compile(r'\s((?:LD|ST|ATOM|RED)\w*|BAR|MEMBAR|WARPSYNC|CALL|WARPGROUP\.DEPBAR)\b')
 FUNCTION = re.compile(r'Function : (\w+)')            # of cuobjdump
+LINE = re.compile(r'^\| (\w+) \| `(.+)` \| (\d*) \| \d* \| \d* \| (\d*) \| \d* \| \d* \|$', re.M)     # of the table
 FILE = re.compile(r'_GLOBAL__N__[0-9a-f]{8}_\d+_(\w+?)_cu_[0-9a-f]{8}')     # nvcc's name of a file's anonymous namespace
 
 
@@ -40,6 +47,7 @@ class Kernel(NamedTuple):
     architecture: str
     registers: int
     shared: int             # static shared memory, bytes; more may be requested at launch
+    local: int              # local memory of a thread, bytes: what it spills, and arrays indexed by variables
     stored: int             # spill stores, bytes
     loaded: int             # spill loads, bytes
 
@@ -109,7 +117,7 @@ def kernels(log):
         elif entry and (match := USED.search(line)):
             if spills is None:
                 raise UserError(f'{entry[0]}: no line about spills; expected the output of ptxas -v')
-            entries.append((file, *entry, int(match[1]), int(match[2] or 0), *spills[1:]))
+            entries.append((file, *entry, int(match[1]), int(match[2] or 0), *spills))
             entry = spills = None
     if not entries:
         raise UserError('no kernel in the output of the compiler; expected the output of nvcc -Xptxas -v')
@@ -144,27 +152,55 @@ def table(found, kept=()):
 
 def problems(found, log):
     """Return a list of lines: kernels that spill, and warnings about wgmma."""
-    bad = [f'{kernel.file}: {kernel.name} ({kernel.architecture}): spills {kernel.stored} bytes' for kernel in found
-           if kernel.stored]
-    return bad + [line.strip() for line in log.splitlines() if 'wgmma' in line and 'serialized' in line]
+    bad = [f'{_named(kernel)}: spills {kernel.stored or kernel.loaded} bytes' for kernel in found
+           if kernel.stored or kernel.loaded]
+    return bad + [line.strip() for line in log.splitlines() if SERIALISED.search(line)]
 
 
-def instructions():
-    """Return the SASS for sm_90a of the objects that compiled() has built; '', with a note, without cuobjdump."""
-    if not shutil.which('cuobjdump') or not shutil.which('nvdisasm'):
-        print('cuobjdump or nvdisasm: not found, so instructions are not checked; both are in the CUDA toolkit')
+def _named(kernel):
+    return f'{kernel.file}: {kernel.name} ({kernel.architecture})'
+
+
+def beyond(found, page):
+    """Return a list of lines: kernels with local memory that is not spilled, or with more registers than on a page."""
+    bad, written = [], {}
+    for file, name, *registers in LINE.findall(page.read_text()):
+        for architecture, count in zip(ARCHITECTURES, registers, strict=True):
+            written[file, name, architecture] = int(count or 0)
+    for kernel in found:
+        if kernel.local and not kernel.stored:
+            bad.append(f'{_named(kernel)}: {kernel.local} bytes of local memory: index its arrays by constants')
+        allowed = written.get((kernel.file, kernel.name, kernel.architecture), 0)
+        if kernel.registers > allowed:
+            bad.append(f'{_named(kernel)}: {kernel.registers} registers, on the page {allowed}: if that is wanted, update it '
+                       f'with python -m {PROGRAM} {kernel.file}')
+    return bad
+
+
+def tools():
+    """Return PATH and the folders where pip installs NVIDIA's tools."""
+    return os.pathsep.join([os.environ.get('PATH', ''), *map(str, Path(sysconfig.get_path('purelib')).glob('nvidia/*/bin'))])
+
+
+def instructions(objects):
+    """Return the SASS for sm_90a of object files; '', with a note, without cuobjdump."""
+    path = tools()
+    if not shutil.which('cuobjdump', path=path) or not shutil.which('nvdisasm', path=path):
+        print('cuobjdump or nvdisasm: not found, so instructions are not checked; both are in the CUDA toolkit, or: '
+              'pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm')
         return ''
     text = ''
-    for path in sorted(BUILD.rglob('*.o')):
-        done = subprocess.run(['cuobjdump', '-sass', '-arch', 'sm_90a', str(path)], capture_output=True, text=True)
+    for file in sorted(objects):
+        command = [shutil.which('cuobjdump', path=path), '-sass', '-arch', 'sm_90a', str(file)]
+        done = subprocess.run(command, env=os.environ | {'PATH': path}, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f'cuobjdump {path}: {" ".join(done.stderr.split())}')
+            raise UserError(f'cuobjdump {file}: {" ".join(done.stderr.split())}')
         text += done.stdout
     return text
 
 
 def waits(sass):
-    """Return a line for each kernel that waits within a group of wgmma instructions.
+    """Return a line for each kernel that waits, or accesses memory, within a group of wgmma instructions.
 
     SASS marks the last HGMMA, or QGMMA for FP8, of a group with gsb0.  A compiler that serialises ends a group after each one
     and waits for it.  No kernel has a group of one instruction otherwise: a group multiplies at least 32 columns, 16 at a time.
@@ -177,10 +213,10 @@ def waits(sass):
             length += 1
             if 'gsb0' in line:
                 if length == 1:
-                    bad[kernel] = 'a group of one wgmma instruction'
+                    bad.setdefault(kernel, 'a group of one wgmma instruction')
                 length = 0
-        elif 'WARPGROUP.DEPBAR' in line and length:
-            bad[kernel] = 'a wait within a group of wgmma instructions'
+        elif length and (match := BETWEEN.search(line)):
+            bad.setdefault(kernel, f'{match[1]} within a group of wgmma instructions')
     return [f'{name}: {what}: it is serialised' for name, what in zip(readable(bad), bad.values(), strict=True)]
 
 
@@ -227,21 +263,34 @@ def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Write the table of registers and spills of CUDA kernels.')
     p.add_argument('files', nargs='*', metavar='NAME', help='a .cu file without its suffix (default: all)')
     p.add_argument('--log', type=Path, metavar='FILE', help='output of a build with NVCC_EXTRA="-Xptxas -v" (default: build)')
+    p.add_argument('--objects', type=Path, metavar='FOLDER', help='the objects of that build, to check their instructions, too')
+    p.add_argument('--check', action='store_true', help='write nothing; exit status 2 also if a kernel uses local memory, or '
+                   'more registers than on the page')
     p.add_argument('--launches', action='store_true',
                    help='update the table of shared memory at launch instead; requires the emulated library, not nvcc')
     p.add_argument('--page', type=Path, default=PAGE, metavar='FILE', help='page to update (default docs/cuda_resources.md)')
     args = p.parse_args(argv)
     if args.launches:
-        if args.files or args.log:
-            p.error('--launches: counts the kernels of all files; give it without NAME and --log')
+        if args.files or args.log or args.check:
+            p.error('--launches: counts the kernels of all files; give it without NAME, --log and --check')
         update(args.page, 'launches', launch_table(), f'python -m {PROGRAM} --launches')
         return
+    if args.objects and not args.log:
+        p.error('--objects: only with --log')
     log = log_of(args.log) if args.log else compiled(args.files)
     found = [kernel for kernel in kernels(log) if not args.files or kernel.file in args.files]
-    kept = kept_lines(args.page, args.files) if args.files else []
-    update(args.page, 'resources', table(found, kept), f'python -m {PROGRAM}')
+    if missing := set(args.files) - {kernel.file for kernel in found}:
+        raise UserError(f'{", ".join(sorted(missing))}: no kernel in the output of the compiler')
+    bad = problems(found, log)
+    if args.check:
+        bad += beyond(found, args.page)
+    else:
+        kept = kept_lines(args.page, args.files) if args.files else []
+        update(args.page, 'resources', table(found, kept), f'python -m {PROGRAM}')
     print(f'{len(found)} kernels; registers: at most {max(kernel.registers for kernel in found)}')
-    if bad := problems(found, log) + (waits(instructions()) if not args.log else []):
+    if folder := args.objects or (None if args.log else BUILD):
+        bad += waits(instructions(path for path in folder.rglob('*.o') if not args.files or path.stem in args.files))
+    if bad:
         raise UserError('; '.join(bad))
 
 
