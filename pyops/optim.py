@@ -89,8 +89,7 @@ class Group:
             self._optimizer._check(initial_lr=value)
             self.initial_lr = value
         elif name in self._optimizer.settings:
-            if not isinstance(value, bool):
-                self._optimizer._check(1 if name in ('beta1', 'beta2') else math.inf, **{name: value})
+            self._optimizer._check_setting(name, value)
             self._own[name] = value
         else:
             raise TypeError(f'{type(self._optimizer).__name__}: {name}: unknown setting of a parameter group, expected one of '
@@ -131,7 +130,7 @@ class Optimizer:
     params: a pyops.params.Parameters, or Tensors, such as module.parameters(), or dicts: {'params': Tensors, 'lr': 0.1, ...}
     with settings for these Tensors alone; param_groups lists the groups.  Tensors that make up a whole flat buffer are
     updated in one call, any others in one call each.  A Tensor without a gradient is not updated.
-    lr: learning rate.  Only params and lr are positional: libraries order the other arguments differently.
+    lr: learning rate.  The order of the arguments is PyTorch's; those that it lacks, such as max_norm, are given by name.
     max_norm: gradients with a larger global norm are scaled down to it during the update; None: no clipping.  The stored
     gradients do not change.
     weight_decay: weight_decay times the parameter is added to its (clipped) gradient.
@@ -239,19 +238,16 @@ class Optimizer:
             lines += [f'Parameter Group {i}', *(f'    {name}: {value}' for name, value in group.settings().items())]
         return '\n'.join([*lines, ')'])
 
-    def _check_positional(self, more: tuple[Any, ...]) -> None:
-        """Raise TypeError if arguments after lr were given by position."""
-        if more:
-            names = [p.name for p in inspect.signature(type(self)).parameters.values() if p.kind is p.KEYWORD_ONLY]
-            raise TypeError(f'{type(self).__name__}: only params and lr may be given by position, got {len(more)} more: '
-                            f'{", ".join(map(repr, more))}; give the rest by name: {", ".join(names)}')
-
     def _check(self, below: float = math.inf, **settings: Any) -> None:
         for name, value in settings.items():
             if not isinstance(value, numbers.Real):
                 raise TypeError(f'{type(self).__name__}: {name}: expected a number, got {type(value).__name__}')
             if not 0 <= value < below:          # type: ignore[operator]
                 raise ValueError(f'{type(self).__name__}: {name}: expected 0 <= {name} < {below}, got {value}')
+
+    def _check_setting(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            self._check(1 if name in ('beta1', 'beta2', 'rho') else math.inf, **{name: value})
 
     @property
     def lr(self) -> float:
@@ -464,11 +460,9 @@ class Adam(Optimizer):
     is_one_kernel = True                # whether a step is the kernel adam alone, which pyops.ops.MLP can include in its own
     decoupled = 0                       # 1: weight_decay decays the parameter itself, as AdamW's
 
-    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
-                 beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
-                 eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
-                 decoupled_weight_decay: bool = False) -> None:
-        self._check_positional(more)
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, betas: Sequence[float] | None = None,
+                 eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *, max_norm: float | None = None,
+                 beta1: float | None = None, beta2: float | None = None, decoupled_weight_decay: bool = False) -> None:
         beta1, beta2 = _two_betas('Adam', beta1, beta2, betas)
         if amsgrad:
             self.MOMENTS = *self.MOMENTS, 'most'
@@ -504,11 +498,10 @@ class AdamW(Adam):
     subtracted from it, instead of adding to its gradient."""
     is_one_kernel, decoupled = False, 1
 
-    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
-                 beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
-                 eps: float = 1e-8, weight_decay: float = 0.01, amsgrad: bool = False) -> None:
-        super().__init__(params, lr, *more, max_norm=max_norm, beta1=beta1, beta2=beta2, betas=betas, eps=eps,
-                         weight_decay=weight_decay, amsgrad=amsgrad)
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, betas: Sequence[float] | None = None,
+                 eps: float = 1e-8, weight_decay: float = 0.01, amsgrad: bool = False, *, max_norm: float | None = None,
+                 beta1: float | None = None, beta2: float | None = None) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, max_norm=max_norm, beta1=beta1, beta2=beta2)
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -536,11 +529,10 @@ class Muon(Adam):
     settings = *Adam.settings, 'momentum', 'matrix_decay'
     momentum, matrix_decay, is_one_kernel = 0.95, 0.0, False
 
-    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, momentum: float = 0.95,
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *, momentum: float = 0.95,
                  nesterov: bool = True, steps: int = 5, scale: float = 0.2, max_norm: float | None = None,
                  weight_decay: float = 0.0, matrices: Callable[[str, Sequence[int]], bool] = is_hidden_matrix,
                  adam: dict[str, Any] | None = None) -> None:
-        self._check_positional(more)
         if getattr(params, 'shares', None) is not None:
             raise TypeError('Muon: ranks cannot share its moments, since a matrix may be in several shares; use Adam, or '
                             'leave out pyops.distributed.shard')
@@ -677,10 +669,8 @@ class SGD(Optimizer):
     MOMENTS = 'm',
     settings = 'weight_decay', 'momentum', 'dampening', 'nesterov'
 
-    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.01, *more: Any, momentum: float = 0.0,
-                 dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
-                 max_norm: float | None = None) -> None:
-        self._check_positional(more)
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.01, momentum: float = 0.0, dampening: float = 0.0,
+                 weight_decay: float = 0.0, nesterov: bool = False, *, max_norm: float | None = None) -> None:
         if nesterov and not momentum:
             raise ValueError('SGD: nesterov: expected a momentum > 0, got 0; pass momentum, such as 0.9')
         if nesterov and dampening:
@@ -724,34 +714,39 @@ def _move(average: Any, value: Any, decay: float) -> None:
 class _Formula(Optimizer):
     """Base of optimizers whose steps are array ops.  Each step allocates, and a plan cannot record it.
 
-    RATE: the default of lr;  DEFAULTS: the other settings, given by name and by groups.
+    RATE: the default of lr;  DEFAULTS: the other settings, in PyTorch's order, which groups have, too; betas stands for beta1 and
+    beta2.
     """
     RATE, DEFAULTS = 0.01, dict[str, Any]()
+    _arguments = inspect.Signature()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.settings = 'weight_decay', *cls.DEFAULTS
-        by_name = {'max_norm': None, 'weight_decay': 0.0, **cls.DEFAULTS}
-        if 'beta1' in cls.DEFAULTS:
-            by_name['betas'] = None
+        betas = {'beta1': 0.9, 'beta2': 0.999} if 'betas' in cls.DEFAULTS else {}
+        by_position = {'lr': cls.RATE, **cls.DEFAULTS, 'betas': None} if betas else {'lr': cls.RATE, **cls.DEFAULTS}
+        by_name = {'max_norm': None} | dict.fromkeys(betas)
         kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        cls.__signature__ = inspect.Signature([                 # type: ignore[attr-defined]
-            inspect.Parameter('params', kinds[0]), inspect.Parameter('lr', kinds[0], default=cls.RATE),
+        cls._arguments = inspect.Signature([
+            inspect.Parameter('params', kinds[0]),
+            *(inspect.Parameter(name, kinds[0], default=value) for name, value in by_position.items()),
             *(inspect.Parameter(name, kinds[1], default=value) for name, value in by_name.items())])
+        cls.settings = 'weight_decay', *betas, *(name for name in cls.DEFAULTS if name not in ('betas', 'weight_decay'))
+        cls.__signature__ = cls._arguments                      # type: ignore[attr-defined]
 
-    def __init__(self, params: Parameters | Iterable[Tensor], lr: float | None = None, *more: Any,
-                 max_norm: float | None = None, weight_decay: float = 0.0, betas: Sequence[float] | None = None,
-                 **settings: Any) -> None:
-        self._check_positional(more)
-        if unknown := settings.keys() - self.DEFAULTS.keys():
-            raise TypeError(f'{type(self).__name__}: {min(unknown)}: unknown setting, expected one of '
-                            f'{", ".join(self.DEFAULTS)}')
-        if betas is not None:
-            settings['beta1'], settings['beta2'] = _two_betas(type(self).__name__, settings.get('beta1'), settings.get('beta2'),
-                                                              betas)
-        super().__init__(params, self.RATE if lr is None else lr, max_norm, weight_decay)
-        for name, value in (self.DEFAULTS | settings).items():
-            self._check(1 if name in ('beta1', 'beta2', 'rho') else math.inf, **{name: value})
+    def __init__(self, *args: Any, **named: Any) -> None:
+        try:
+            bound = self._arguments.bind(*args, **named)
+        except TypeError as error:
+            raise TypeError(f'{type(self).__name__}: {error}; expected {self._arguments}') from None
+        bound.apply_defaults()
+        given = bound.arguments
+        if 'betas' in given:
+            given['beta1'], given['beta2'] = _two_betas(type(self).__name__, given['beta1'], given['beta2'], given.pop('betas'))
+        rate = given.pop('lr')
+        super().__init__(given.pop('params'), self.RATE if rate is None else rate, given.pop('max_norm'),
+                         given.get('weight_decay', 0.0))
+        for name, value in given.items():
+            self._check_setting(name, value)
             setattr(self, name, value)
         self._apply_groups()
 
@@ -769,7 +764,7 @@ class RMSprop(_Formula):
     momentum: of these steps.  centered: subtract the square of the moving average of g from `square`.
     """
     MOMENTS = 'square', 'velocity', 'mean_gradient'
-    DEFAULTS = dict(alpha=0.99, eps=1e-8, momentum=0.0, centered=False)
+    DEFAULTS = dict(alpha=0.99, eps=1e-8, weight_decay=0.0, momentum=0.0, centered=False)
 
     def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
         square, velocity, mean = moments
@@ -785,7 +780,7 @@ class RMSprop(_Formula):
 class Adagrad(_Formula):
     """square += g^2;  param -= lr / (1 + (t - 1) lr_decay) g / (sqrt(square) + eps).  Duchi et al. 2011."""
     MOMENTS = 'square',
-    DEFAULTS = dict(lr_decay=0.0, initial_accumulator_value=0.0, eps=1e-10)
+    DEFAULTS = dict(lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10)
 
     def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
         square, = moments
@@ -796,7 +791,7 @@ class Adagrad(_Formula):
 class Adadelta(_Formula):
     """Steps scaled by the ratio of the root mean squares of earlier steps and of gradients.  Zeiler 2012, arXiv:1212.5701."""
     MOMENTS = 'square', 'moved'
-    RATE, DEFAULTS = 1.0, dict(rho=0.9, eps=1e-6)
+    RATE, DEFAULTS = 1.0, dict(rho=0.9, eps=1e-6, weight_decay=0.0)
 
     def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
         square, moved = moments
@@ -809,7 +804,7 @@ class Adadelta(_Formula):
 class Adamax(_Formula):
     """Adam with the largest recent |g| in place of the root of the second moment.  Kingma and Ba 2014, section 7.1."""
     MOMENTS = 'm', 'v'
-    RATE, DEFAULTS = 0.002, dict(beta1=0.9, beta2=0.999, eps=1e-8)
+    RATE, DEFAULTS = 0.002, dict(betas=None, eps=1e-8, weight_decay=0.0)
 
     def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
         m, most = moments
@@ -821,7 +816,7 @@ class Adamax(_Formula):
 class NAdam(_Formula):
     """Adam with Nesterov's momentum.  Dozat 2016."""
     MOMENTS = 'm', 'v'
-    RATE, DEFAULTS = 0.002, dict(beta1=0.9, beta2=0.999, eps=1e-8, momentum_decay=0.004, decoupled_weight_decay=False)
+    RATE, DEFAULTS = 0.002, dict(betas=None, eps=1e-8, weight_decay=0.0, momentum_decay=0.004, decoupled_weight_decay=False)
 
     def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
         (m, v), beta1 = moments, group['beta1']
@@ -839,7 +834,7 @@ class NAdam(_Formula):
 class RAdam(_Formula):
     """Adam without its second moment in the first steps, when that varies too much.  Liu et al. 2019, arXiv:1908.03265."""
     MOMENTS = 'm', 'v'
-    RATE, DEFAULTS = 0.001, dict(beta1=0.9, beta2=0.999, eps=1e-8, decoupled_weight_decay=False)
+    RATE, DEFAULTS = 0.001, dict(betas=None, eps=1e-8, weight_decay=0.0, decoupled_weight_decay=False)
 
     def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
         (m, v), beta2 = moments, group['beta2']
@@ -852,6 +847,47 @@ class RAdam(_Formula):
             factor = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
             step = step * math.sqrt(factor * rest) / (v.sqrt() + group['eps'])
         values[...] = values - step
+
+
+class ASGD(_Formula):
+    """SGD with a falling rate.  arrays()['average.0'] is the mean of the parameters since step t0.  Polyak and Juditsky 1992.
+
+    A changed lr counts from the next step on; in PyTorch one step later.
+    """
+    MOMENTS = 'average',
+    DEFAULTS = dict(lambd=1e-4, alpha=0.75, t0=1e6, weight_decay=0.0)
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        average, = moments
+        rate = group['lr'] / (1 + group['lambd'] * group['lr'] * (t - 1)) ** group['alpha']
+        values[...] = values * (1 - group['lambd'] * rate) - g * rate
+        _move(average, values, 1 - 1 / max(1.0, t - 1 - group['t0']))
+
+
+class Rprop(_Formula):
+    """Steps of an own size for each element, in the direction of the gradient: larger while its sign stays, smaller when it
+    changes.  Riedmiller and Braun 1993.
+
+    etas: the factors (smaller, larger).  step_sizes: the limits (smallest, largest).
+    """
+    MOMENTS = 'last', 'size'
+    DEFAULTS = dict(etas=(0.5, 1.2), step_sizes=(1e-6, 50.0))
+
+    def _check_setting(self, name: str, value: Any) -> None:
+        if name not in self.DEFAULTS:
+            super()._check_setting(name, value)
+        elif not isinstance(value, tuple | list) or len(value) != 2:
+            raise TypeError(f'Rprop: {name}: expected two numbers, such as {self.DEFAULTS[name]}, got {value!r}')
+        elif not (0 < value[0] < 1 < value[1] if name == 'etas' else 0 < value[0] <= value[1]):
+            raise ValueError(f'Rprop: {name}: expected two numbers, such as {self.DEFAULTS[name]}, got {value}')
+
+    def _step(self, group: Group, t: int, values: Any, g: Any, *moments: Any) -> None:
+        (last, size), (smaller, larger) = moments, group['etas']
+        turned, same = g * last < 0, g * last > 0
+        before = size * 0 + group['lr'] if t == 1 else size
+        size[...] = (before * ndarray.where(turned, smaller, ndarray.where(same, larger, 1.0))).clip(*group['step_sizes'])
+        last[...] = ndarray.where(turned, 0.0, g)
+        values[...] = values - last.sign() * size
 
 
 # optimizers whose steps allocate nothing: the arguments of their kernels are the same in every step
