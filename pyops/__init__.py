@@ -7,7 +7,10 @@ COMPUTE_TYPES = 'float32', 'bf16', 'int8'       # of inference: see pyops.comput
 
 # name -> the module it is imported from on first use, so that `import pyops` itself is cheap
 _FROM = {
+    'all_devices': 'pyops.ndarray',
     'cpu': 'pyops.ndarray',
+    'cuda': 'pyops.ndarray',
+    'default_device': 'pyops.ndarray',
     'numpy_device': 'pyops.ndarray',
     'gpu': 'pyops.ndarray',
     'use_gpu': 'pyops.ndarray',
@@ -87,17 +90,17 @@ if TYPE_CHECKING:                       # the names of _FROM
         zeros_like,
     )
     from pyops.differences import gradcheck
-    from pyops.ndarray import cpu, from_dlpack, gpu, numpy_device, use_gpu
+    from pyops.ndarray import all_devices, cpu, cuda, default_device, from_dlpack, gpu, numpy_device, use_gpu
     from pyops.params import seed
     from pyops.text.translator import load
 
-__all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'as_tensor', 'asarray', 'bernoulli', 'bool_', 'concatenate', 'cpu',
-           'detect_anomaly', 'einsum', 'empty', 'empty_like', 'enable_grad', 'eye', 'float32', 'float64', 'from_dlpack',
-           'from_numpy', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'inference_mode', 'int32', 'int64',
-           'is_grad_enabled', 'linspace', 'load', 'logspace', 'manual_seed', 'multinomial', 'no_grad', 'normal',
-           'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randint_like', 'randn',
-           'randn_like', 'randperm', 'seed', 'set_exact', 'set_grad_enabled', 'stack', 'tensor', 'use_gpu', 'where', 'zeros',
-           'zeros_like']
+__all__ = ['PRECISIONS', 'Tensor', 'all_devices', 'apply', 'arange', 'as_tensor', 'asarray', 'bernoulli', 'bool_',
+           'concatenate', 'cpu', 'cuda', 'default_device', 'detect_anomaly', 'einsum', 'empty', 'empty_like', 'enable_grad',
+           'eye', 'float32', 'float64', 'from_dlpack', 'from_numpy', 'full', 'full_like', 'gpu', 'grad', 'gradcheck',
+           'inference_mode', 'int32', 'int64', 'is_grad_enabled', 'linspace', 'load', 'logspace', 'manual_seed', 'multinomial',
+           'no_grad', 'normal', 'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randint_like',
+           'randn', 'randn_like', 'randperm', 'seed', 'set_exact', 'set_grad_enabled', 'stack', 'tensor', 'use_gpu', 'where',
+           'zeros', 'zeros_like']
 
 
 def __getattr__(name):                  # without types: what it returns is Any

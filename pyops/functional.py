@@ -445,12 +445,13 @@ def flatten(x: Numbers, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     return tensor(x).flatten(start_dim, end_dim)
 
 
-def split(x: Numbers, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
+def split(x: Numbers, sizes: int | Sequence[int] | None = None, axis: int = 0) -> tuple[Tensor, ...]:
     """Split x along an axis and return a tuple: the inverse of cat.
 
     sizes: the size of each piece, or one size for all pieces but the last.  ValueError if they do not add up.
+    None: the slices without this axis, as unbind; split(x, axis=1) of the needle course.
     """
-    return tensor(x).split(sizes, axis)
+    return unbind(x, axis) if sizes is None else tensor(x).split(sizes, axis)
 
 
 _PAD_MODES = {'constant': 'constant', 'reflect': 'reflect', 'replicate': 'edge', 'circular': 'wrap'}       # -> np.pad's
@@ -517,8 +518,10 @@ def _every(axes: Shape, ndim: int, step: int) -> tuple[slice, ...]:
 def one_hot(labels: Numbers, num_classes: int = -1) -> Tensor:
     """Return float32 (..., num_classes): 1 at the label, 0 elsewhere.  ValueError for a label outside 0 .. num_classes - 1.
 
-    num_classes: -1: one more than the largest label
+    num_classes: -1: one more than the largest label.  one_hot(n, labels), the order of the needle course, is the same.
     """
+    if isinstance(labels, int) and not isinstance(num_classes, int):
+        labels, num_classes = num_classes, labels
     labels = tensor(labels)
     if num_classes == -1:
         if not labels.size:
@@ -893,6 +896,12 @@ def conv2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
         return y if bias is None else y + tensor(bias).reshape(-1, 1, 1)
     parameters = {} if bias is None else {'bias': tensor(bias)}
     return _each_image(x, lambda x: apply(Conv2d, x, weight=weight, **parameters, **settings))
+
+
+def conv(x: Numbers, weight: Numbers, stride: int | Sequence[int] = 1, padding: int | str | Sequence[int] = 0) -> Tensor:
+    """Convolve images x (N, H, W, C) with filters (kh, kw, C, O) -> (N, Ho, Wo, O): the needle course's order of axes."""
+    y = conv2d(tensor(x).permute(0, 3, 1, 2), tensor(weight).permute(3, 2, 0, 1), None, stride, padding)
+    return y.permute(0, 2, 3, 1)
 
 
 def _each_image(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

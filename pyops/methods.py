@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Function = TypeVar('Function', bound='Callable[..., Any]')
 # PyTorch's names of arguments -> the names here, of which a function has at most one
 TORCH_NAMES = {
-    'dim': ('axis',), 'keepdim': ('keepdims',), 'dims': ('axis', 'axes', 'reps'), 'axes': ('axis',),
+    'dim': ('axis',), 'keepdim': ('keepdims',), 'dims': ('axis', 'axes', 'reps'), 'axes': ('axis', 'widths'),
     'input': ('x', 'a', 'ids', 'labels'), 'other': ('b',), 'target': ('labels',), 'tensor': ('x', 'labels'), 'x1': ('a',),
     'x2': ('b',), 'dim0': ('a',), 'dim1': ('b', 'axis1'), 'dim2': ('axis2',), 'axis1': ('a',), 'axis2': ('b',),
     'pad': ('widths',), 'p': ('ord',), 'split_size_or_sections': ('sizes',), 'split_size': ('sizes',), 'diagonal': ('k',),
@@ -864,6 +864,7 @@ class Methods:
         """Return x broadcast to the shape of another array."""
         return self.broadcast_to(tuple(other.shape))
 
+    @accepts_torch_names
     def pad(self, widths: Any, value: float = 0) -> Self:
         """Pad with `value`.  widths: ((before, after), ...) per axis, one pair for all axes, or one number, as in np.pad."""
         return self._function('pad_axes')(self, widths, value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import math
 import operator
 from typing import TYPE_CHECKING, Any, Self
@@ -82,8 +83,39 @@ def gpu() -> GPU:
     return GPU(NDArray)
 
 
+class NoGPU:
+    """Stands for a GPU on a machine without one: enabled() is False, and arrays cannot be made on it."""
+    name = 'gpu'
+
+    def enabled(self) -> bool:
+        """Return False."""
+        return False
+
+    def __repr__(self) -> str:
+        return 'pyops.cuda()'
+
+
+@functools.cache
+def cuda() -> Any:
+    """Return the first GPU, or where there is none, a NoGPU.  cuda.is_available(): whether there is one."""
+    try:
+        return gpu()
+    except UserError:
+        return NoGPU()
+
+
+cuda.is_available = lambda: cuda().enabled()                # type: ignore[attr-defined]
+
+
+def all_devices() -> list[Any]:
+    """Return the CPU, the CPU with numpy, and the GPU, or a NoGPU."""
+    return [cpu(), numpy_device(), cuda()]
+
+
 def named_device(device: Any) -> Any:
     """Return the device with PyTorch's name 'cpu', 'cuda' or 'cuda:0', or 'gpu'; anything but a text unchanged."""
+    if isinstance(device, NoGPU):
+        return gpu()                                        # explains what is missing
     if not isinstance(device, str):
         return device
     if device not in DEVICE_NAMES:
@@ -1637,7 +1669,10 @@ def erf(a: NDArray) -> NDArray:
 
 
 def __getattr__(name: str) -> Callable[..., NDArray]:
-    """Return the function of a method: add(x, y) is x.add(y)."""
+    """Return the function of a method: add(x, y) is x.add(y); or of new random arrays: rand, randn, randb."""
+    if name in ('rand', 'randn', 'randb'):
+        make = getattr(importlib.import_module('pyops.creation'), name)
+        return lambda *shape, **named: make(*shape, **named).array
     if name not in METHODS and name not in ALIASES and name not in NUMPYS:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     return function_of(NDArray, ALIASES.get(name, name), lambda x: x if isinstance(x, Methods) else array(x))

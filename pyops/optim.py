@@ -376,6 +376,15 @@ class Optimizer:
         for unit, _ in self._units:
             unit.zero_grads()
 
+    reset_grad = zero_grad
+
+    def clip_grad_norm(self, max_norm: float = 0.25) -> ndarray.NDArray:
+        """Scale the gradients so that their global norm is at most max_norm, and return the norm before; see clip_grad_norm_.
+        TypeError for an optimizer of a Parameters: max_norm= of __init__ clips there."""
+        if self.params is not None:
+            raise TypeError(f'{type(self).__name__}: clip_grad_norm: expected an optimizer of Tensors, got one of Parameters')
+        return clip_grad_norm_(self._tensors, max_norm)
+
     def arrays(self) -> dict[str, Array]:
         """Return {name: array} of the optimiser's state, for a plan."""
         average = {} if self.average is None else dict(average=self.average)
@@ -714,8 +723,8 @@ def _move(average: Any, value: Any, decay: float) -> None:
 class _Formula(Optimizer):
     """Base of optimizers whose steps are array ops.  Each step allocates, and a plan cannot record it.
 
-    RATE: the default of lr;  DEFAULTS: the other settings, in PyTorch's order, which groups have, too; betas stands for beta1 and
-    beta2.
+    RATE: the default of lr;  DEFAULTS: the other settings, in PyTorch's order, which groups have, too; betas stands for beta1
+    and beta2.
     """
     RATE, DEFAULTS = 0.01, dict[str, Any]()
     _arguments = inspect.Signature()

@@ -22,7 +22,8 @@ OPERATORS = {'+': 'add', '-': 'sub', '*': 'mul', '/': 'truediv', '//': 'floordiv
              '>=': 'ge', '<<': 'lshift', '>>': 'rshift', 'divmod': 'divmod'}
 # of one class alone: memory, devices, the tape
 OWN = {'as_strided', 'add_at', 'array', 'bits_of', 'buffer', 'compact', 'is_compact', 'is_mask', 'kernel_view', 'location',
-       'offset', 'pointer', 'put', 'stored', 'kind', 'origin', 'of_results', 'tape', 'take_rows'}
+       'offset', 'pointer', 'put', 'stored', 'kind', 'origin', 'of_results', 'tape', 'take_rows',
+       'cached_data', 'realize_cached_data'}
 # where numpy's and PyTorch's meaning differ, or ours from both
 NOTES = {
     'transpose': 'permutes the axes, as numpy; two axes of more than two are exchanged, as in PyTorch',

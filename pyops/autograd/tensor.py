@@ -141,6 +141,12 @@ class Tensor(Recorded, TorchMethods):
     def tolist(self) -> Any:
         return self.array.numpy().tolist()
 
+    def realize_cached_data(self) -> NDArray:
+        """Return the NDArray; the needle course's name of x.array."""
+        return self.array
+
+    cached_data = property(realize_cached_data)
+
     # -- gradients
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:

@@ -77,6 +77,10 @@ class Device:
     def __repr__(self):
         return f'pyops.{self.name}()'
 
+    def enabled(self):
+        """Return True: the device exists.  See pyops.ndarray.cuda."""
+        return True
+
     # ---- allocate
 
     def empty(self, shape, dtype, name='', kind='intermediate'):

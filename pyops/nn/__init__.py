@@ -67,6 +67,7 @@ from pyops.nn.layers import (
     BatchNorm2d,
     BatchNorm3d,
     Bilinear,
+    Conv,
     Conv1d,
     Conv2d,
     ConvTranspose1d,
@@ -122,7 +123,7 @@ from pyops.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
 __all__ = ['AdaptiveAvgPool1d', 'AdaptiveAvgPool2d', 'AdaptiveMaxPool1d', 'AdaptiveMaxPool2d', 'AvgPool1d', 'AvgPool2d',
            'BCELoss', 'BCEWithLogitsLoss', 'BatchNorm1d', 'BatchNorm2d', 'BatchNorm3d', 'Bilinear', 'CELU', 'ChannelShuffle',
-           'CircularPad1d', 'CircularPad2d', 'ConstantPad1d', 'ConstantPad2d', 'Conv1d', 'Conv2d', 'ConvTranspose1d',
+           'CircularPad1d', 'CircularPad2d', 'ConstantPad1d', 'ConstantPad2d', 'Conv', 'Conv1d', 'Conv2d', 'ConvTranspose1d',
            'ConvTranspose2d', 'CosineEmbeddingLoss', 'CosineSimilarity', 'CrossEntropyLoss', 'Dropout', 'Dropout1d',
            'Dropout2d', 'Dropout3d', 'ELU', 'Embedding', 'EmbeddingBag', 'Flatten', 'Fold', 'FunctionLayer', 'GELU', 'GLU',
            'GRU', 'GRUCell', 'GaussianNLLLoss', 'GroupNorm', 'Hardshrink', 'Hardsigmoid', 'Hardswish', 'Hardtanh',

@@ -620,6 +620,29 @@ class Conv2d(_Convolution):
         return super().backward(dy, ctx) if self.padding_mode == 'zeros' else Layer.backward(self, dy, ctx)
 
 
+class Conv(Layer):
+    """The convolution of the needle course: x (N, C, H, W) -> (N, O, Ho, Wo), padded by kernel_size // 2 on each side.
+
+    weight (k, k, in_channels, out_channels) is initialised with kaiming_uniform, bias (out_channels,) uniformly in
+    +-(in_channels k^2)^-0.5.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, bias: bool = True) -> None:
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size, self.stride = _naming(self, F.one, kernel_size), _naming(self, F.one, stride)
+        terms = in_channels * self.kernel_size ** 2
+        self.weight = Parameter(shape=(self.kernel_size, self.kernel_size, in_channels, out_channels),
+                                init=init.uniform(-math.sqrt(6 / terms), math.sqrt(6 / terms)))
+        self.bias = Parameter((out_channels,), init.uniform(-terms ** -0.5, terms ** -0.5)) if bias else None
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight.permute(3, 2, 0, 1), self.bias, self.stride, self.kernel_size // 2)
+
+    def settings(self) -> str:
+        more = ('' if self.stride == 1 else f', stride={self.stride}') + ('' if self.bias is not None else ', bias=False')
+        return f'{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{more}'
+
+
 class Conv1d(_Convolution):
     """Conv2d of sequences: x (N, C, L) -> y (N, O, Lo);  weight (out_channels, in_channels / groups, k).  Settings: ints."""
     DIMENSIONS = 1

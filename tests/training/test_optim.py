@@ -399,7 +399,8 @@ def test_parameter_groups_have_settings_of_their_own(torch, name):
 
 POSITIONAL = {
     'SGD': (0.1, 0.9, 0.0, 0.01, True), 'Adam': (0.01, (0.8, 0.99), 1e-6, 0.1, True),
-    'AdamW': (0.01, (0.8, 0.99), 1e-6, 0.1, True), 'RMSprop': (0.01, 0.9, 1e-6, 0.1, 0.5, True), 'Adagrad': (0.1, 0.1, 0.1, 0.2, 1e-6), 'Adadelta': (0.5, 0.8, 1e-5, 0.1),
+    'AdamW': (0.01, (0.8, 0.99), 1e-6, 0.1, True), 'RMSprop': (0.01, 0.9, 1e-6, 0.1, 0.5, True),
+    'Adagrad': (0.1, 0.1, 0.1, 0.2, 1e-6), 'Adadelta': (0.5, 0.8, 1e-5, 0.1),
     'Adamax': (0.01, (0.8, 0.99), 1e-6, 0.1), 'NAdam': (0.01, (0.8, 0.99), 1e-6, 0.1, 0.01, True),
     'RAdam': (0.01, (0.8, 0.95), 1e-6, 0.1, True), 'ASGD': (0.1, 0.1, 0.6, 3, 0.1), 'Rprop': (0.01, (0.4, 1.3), (0.005, 0.02)),
 }
