@@ -286,9 +286,10 @@ class Found:
     by_time: bool = False
 
 
-def find(path, serving=False, parameters_only=False):
+def find(path, serving=False, parameters_only=False, remedy='train first, or name one with -c'):
     """Load the checkpoint that `-c PATH` names, or the newest intact one of the folder PATH, and return Found.  With `serving`,
     the best one of the folder is preferred, if training kept it.   parameters_only: as in `load`
+    remedy: with `serving`, the end of the error message about a folder or a file without a checkpoint
 
     A missing folder is created.  A missing or damaged file (PATH ends in .safetensors, or is a file) is an error, and so is
     a folder that cannot be read or written, so that this fails now and not after hours of training.  Temporary files of
@@ -309,7 +310,8 @@ def find(path, serving=False, parameters_only=False):
                      *_load_or_name_another(path, serving, parameters_only))
     if is_new and path.endswith(SUFFIX):
         newest = _newest_beside(path)
-        remedy = f'the newest one there is {newest}' if newest else 'name a folder to start from scratch'
+        remedy = (f'the newest one there is {newest}' if newest else remedy if serving else
+                  'name a folder to start from scratch')
         raise UserError(f'{path}: no such checkpoint; {remedy}')
     if not serving:
         _prepare(path)
@@ -319,7 +321,7 @@ def find(path, serving=False, parameters_only=False):
         line = f'loading from checkpoint : {newest}'
     elif serving:
         bad = f' ({warnings[0]})' if warnings else ''
-        raise UserError(f'{path}: no checkpoint to serve{bad}; train first, or name one with -c')
+        raise UserError(f'{path}: {"no such folder" if is_new else "has no checkpoint"}{bad}; {remedy}')
     elif is_new:
         line = f'{path} : new folder, starting from scratch'
     else:

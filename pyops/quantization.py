@@ -176,13 +176,19 @@ def read_recipe(path):
     return ';'.join(filter(None, lines))
 
 
+def have_same_transform(one, other):
+    """Return whether the operands of a product may have these formats (None: not rounded): if both are rounded, their Hadamard
+    transforms are the same, so that they cancel in the product."""
+    return not one or not other or all(one.option(name) == other.option(name) for name in ('hadamard', 'signs'))
+
+
 def _check_transforms(chosen):
     """UserError if the rounded operands of a product have different Hadamard transforms, which would not cancel in hardware.
     chosen: {operand: Format or None}"""
     for product in _PRODUCTS:
         found = [(operand, chosen[operand]) for operand in _ALL if operand.startswith(f'{product}.') and chosen.get(operand)]
         for one, other in zip(found, found[1:], strict=False):
-            if any(one[1].option(name) != other[1].option(name) for name in ('hadamard', 'signs')):
+            if not have_same_transform(one[1], other[1]):
                 raise UserError(f'{one[0]}={one[1]} and {other[0]}={other[1]}: the operands of a product have different '
                                 'Hadamard transforms; expected the same hadamard= and signs= in both')
 

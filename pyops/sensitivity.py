@@ -319,7 +319,10 @@ def run(options):
         raise UserError(f'--formats {options.formats}: expected formats; none is the step that the others are compared with')
     _check_search(options, fmts)
     _check_replay(options)
-    found = checkpoint.find(options.checkpoint, serving=True, parameters_only=not options.replayed_steps)
+    if not options.checkpoint:
+        raise UserError("CKPT: expected a checkpoint of a translator, or the folder of its training run, got ''")
+    found = checkpoint.find(options.checkpoint, serving=True, parameters_only=not options.replayed_steps,
+                            remedy='give a checkpoint of a translator, or the folder of its training run')
     for line in found.warnings:
         print(line, file=sys.stderr)
     translator = of_checkpoint(found, {'quant': 'none', 'compute': 'float32'})

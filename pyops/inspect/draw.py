@@ -218,7 +218,7 @@ def _stem(entry):
     time = '' if entry.time is None else f'_t{entry.time}'
     operation = style.slug(entry.operation or 'unknown', 20)
     parts = [entry.phase, entry.component] + [f'{name}{value:0{digits}d}' for name, value, digits in (
-        ('rank', entry.rank, 2), ('sample', entry.sample, 3), ('group', entry.group, 3)) if value is not None]
+        ('rank', entry.rank, 2), ('sample', entry.sample, 3), ('group', entry.group, 3)) if name in entry.tags_in_folder]
     parts += [os.path.dirname(entry.relative_path), f'run{entry.training + 1}' if entry.training else '']
     place = ''.join(f'_{style.slug(part, 30)}' for part in parts if part)
     return f'step{entry.step:06d}_{style.slug(entry.layer, 80)}_{operation}_{style.slug(entry.name, 50)}{time}{place}'

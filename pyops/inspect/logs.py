@@ -39,6 +39,7 @@ _TIME = re.compile(r'(.+)_t(\d{1,9})', re.S)
 # A file of DumpTensors of TransformerEngine, in the folder of its rank, and (operation, name here) of its tensors.
 _DUMPED = re.compile(r'(?P<layer>.+)_(?P<tensor>activation|weight|output|gradient|dgrad|wgrad)_iter_(?P<step>\d{6,9})', re.S)
 _RANK = re.compile(r'rank_(\d{1,9})')
+_RANK_FOLDER = re.compile(r'rank[_-]?(\d{1,9})')        # as writers of any kind name it
 _MEANING = {'activation': ('forward', 'input'), 'weight': ('forward', 'weight'), 'output': ('forward', 'output'),
             'gradient': ('backward', 'grad_output'), 'dgrad': ('backward', 'grad_input'), 'wgrad': ('backward', 'grad_weight')}
 _BARE = '', 'tensor', 'data', 'high_precision'      # keys of the only tensor of a file, or of the one that it is about
@@ -124,6 +125,18 @@ class Entry:
     def place(self) -> str:
         """The tags as one text, such as 'pre FA, rank 7, sample 0'; '' without tags."""
         return printable(', '.join(self.tags.values()))
+
+    @property
+    def tags_in_folder(self) -> dict[str, str]:
+        """The tags to write beside the entry's subfolder: without the rank if the subfolder is named after it."""
+        named = _RANK_FOLDER.fullmatch(os.path.basename(os.path.dirname(self.relative_path)))
+        is_named = named is not None and self.rank == int(named[1])
+        return {name: text for name, text in self.tags.items() if name != 'rank' or not is_named}
+
+    @property
+    def place_in_folder(self) -> str:
+        """The tags_in_folder as one text."""
+        return printable(', '.join(self.tags_in_folder.values()))
 
     @property
     def is_weights(self) -> bool:
@@ -257,7 +270,7 @@ def places(entries: Sequence[Entry]) -> list[str]:
 
     It has the subfolder, the number of the training and the tags, without those that are the same in the whole layer.
     """
-    known = [_origin(os.path.dirname(entry.relative_path), entry.training) | entry.tags for entry in entries]
+    known = [_origin(os.path.dirname(entry.relative_path), entry.training) | entry.tags_in_folder for entry in entries]
     values: dict[str, dict[str, set[str]]] = {}
     for entry, texts in zip(entries, known, strict=True):
         of_layer = values.setdefault(entry.layer, {})

@@ -275,7 +275,7 @@ function copyOf(tensor) {
 
 // The subfolder, the run if there are several, and the tags of a tensor.
 function placeOf(tensor) {
-  return [tensor.folder, data.hasRuns ? `run ${tensor.run + 1}` : '', tensor.place].filter(Boolean).join(', ');
+  return [tensor.folder, data.hasRuns ? `run ${tensor.run + 1}` : '', tensor.placeInFolder].filter(Boolean).join(', ');
 }
 
 function copyLabel(tensor, _, copies) {
@@ -878,7 +878,7 @@ function drawFacts(tensor) {
   $('facts').textContent = [
     tensor.shape.length ? `shape ${tensor.shape.join(' \u00d7 ')}` : 'scalar', tensor.dtype,
     `${tensor.type} layer ${tensor.index}`,
-    `number ${tensor.counter}`, tensor.folder && `in ${tensor.folder}`, tensor.place,
+    `number ${tensor.counter}`, tensor.folder && `in ${tensor.folder}`, tensor.placeInFolder,
     tensor.format === 'fp32' ? 'not rounded when used' : `rounded to ${tensor.format} when used`,
     `blocks along axis ${tensor.axis}`, tensor.uses.length && `used as ${tensor.uses.map(use).join(', ')}`,
   ].filter(Boolean).join(' \u00b7 ');

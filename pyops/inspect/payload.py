@@ -41,7 +41,8 @@ def row(number, entry):
     """Return the table row of a tensor, whose file is not read."""
     return {'id': number, 'layer': entry.layer, 'type': entry.layer_type, 'index': entry.index, 'operation': entry.operation,
             'name': entry.name, 'step': entry.step, 'time': entry.time, 'counter': entry.counter, 'run': entry.training,
-            'folder': os.path.dirname(entry.relative_path), 'place': entry.place, 'rank': entry.rank, 'sample': entry.sample,
+            'folder': os.path.dirname(entry.relative_path), 'place': entry.place, 'placeInFolder': entry.place_in_folder,
+            'rank': entry.rank, 'sample': entry.sample,
             'maps': is_attention(entry), 'shape': list(entry.shape), 'dtype': entry.dtype,
             'format': str(entry.fmt or 'fp32'), 'axis': entry.axis,
             'uses': [[use['product'], use['operand'], use['format'], use['axis']] for use in entry.uses],

@@ -24,6 +24,7 @@ from pyops.inspect.compare import TOP, parse_formats
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
 from pyops.inspect.statistics import decibels
 from pyops.inspect.tables import Column, cut, cut_name, finite, has_runs, name_of, number, print_skipped, worst_first, write
+from pyops.quantization import have_same_transform
 from pyops.training import watch
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def measure(pairs: Iterable[Pair], fmts: Sequence[Format | None], rows: int = RO
             accumulation: Accumulation | None = None) -> tuple[list[Row], list[tuple[str, str]]]:
     """Compute every product in every pair of formats.  Return ([Row], [(file, reason)] of products that cannot be computed).
 
+    Pairs of formats whose Hadamard transforms differ are left out: they do not cancel in the product, and no recipe has them.
     rows: most rows of a result that are computed, evenly spaced among those that are no padding; 0: all
     mask_of: returns an entry's padding, like Logs.mask
     accumulation: of the rounded products; None: sums in float64, as of the exact ones
@@ -176,7 +178,8 @@ def _measure(pair, fmts, limit, mask_of, accumulation):
         return rounded[chosen] if along_left else rounded[:, chosen].T
 
     rows, exact_rows = {fmt: rows_of(fmt) for fmt in fmts}, rows_of(None).astype(np.float64)
-    sums = {key: _Sums() for key in itertools.product(fmts, fmts) if key != (None, None) or accumulation}
+    sums = {key: _Sums() for key in itertools.product(fmts, fmts)
+            if have_same_transform(*key) and (key != (None, None) or accumulation)}
     columns = right.shape[1 - along_right]
     width = max(1, _TILE // max(1, len(chosen), exact_rows.shape[1]))
     for fmt in fmts:

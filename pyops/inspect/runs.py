@@ -201,7 +201,7 @@ def action_of(entry: Entry) -> str:
     """Return what an entry is at every step: its layer, operation, name, time step and place."""
     folder = os.path.dirname(entry.relative_path).partition('/')[2]
     time = '' if entry.time is None else f' t {entry.time}'
-    place = ', '.join(filter(None, (folder, f'run {entry.training + 1}' if entry.training else '', entry.place)))
+    place = ', '.join(filter(None, (folder, f'run {entry.training + 1}' if entry.training else '', entry.place_in_folder)))
     return printable(f'{entry.layer} {entry.operation} {entry.name}{time}' + (f' ({place})' if place else ''))
 
 

@@ -94,7 +94,7 @@ def name_of(entry: Entry, name: str | None = None, with_run: bool = False) -> st
     """Return an entry's subfolder, layer, name (or the name given), time step, run if wanted, and place."""
     time = '' if entry.time is None else f' t {entry.time}'
     time += f', run {entry.training + 1}' if with_run else ''
-    folder, place = os.path.dirname(entry.relative_path), f' ({entry.place})' if entry.place else ''
+    folder, place = os.path.dirname(entry.relative_path), f' ({entry.place_in_folder})' if entry.place_in_folder else ''
     return printable(f'{folder + "/" if folder else ""}{entry.layer} {entry.name if name is None else name}{time}{place}')
 
 

@@ -202,6 +202,12 @@ def test_dumps_of_transformer_engine_are_read_and_their_products_compared(tmp_pa
         main(['inspect', 'products', str(tmp_path / 'tensor_dumps'), '--formats', 'none,mxfp8', '--json'])
     found = json.loads(capsys.readouterr().out)
     assert not left.value.code and {row['product'] for row in found['products']} == {'fwd', 'dgrad', 'wgrad'}
+    with pytest.raises(SystemExit):
+        main(['inspect', 'products', str(tmp_path / 'tensor_dumps'), '--formats', 'mxfp8'])
+    assert {line.partition('rank_')[2] for line in capsys.readouterr().out.splitlines() if 'rank' in line} == {
+        f'{rank}/decoder.layers.1.mlp.fc1 {product}' for rank in range(2) for product in ('fwd', 'dgrad', 'wgrad')}
+    assert set(places(logs.entries)) == {'rank_0', 'rank_1'}
+    assert all(f'rank {entry.rank}' in entry.title for entry in logs.entries)
 
 
 def test_tensors_of_a_checkpoint_in_several_files_have_the_layers_of_its_names(tmp_path):

@@ -9,9 +9,11 @@ import pytest
 from dumps import make_dump
 
 from pyops import __main__, formats
+from pyops.errors import UserError
 from pyops.inspect import products
 from pyops.inspect.logs import Logs
 from pyops.inspect.writer import Writer
+from pyops.quantization import Recipe
 
 FORMATS = ['mxfp4', 'mxfp8:block=8', 'bf16', None]
 LINEAR = ('encoder.0.self_attention.q', 'encoder.0.feed_forward.in')
@@ -226,6 +228,19 @@ def test_a_choice_of_products_layers_and_steps(dump, run):
     assert {row['product'] for row in rows('--products', 'wgrad,fwd')} == {'fwd', 'wgrad'}
     assert {row['layer'] for row in rows('--layers', '*.in')} == {LINEAR[1]}
     assert {row['step'] for row in rows('--steps', '10')} == {10} and len(rows('--top', '2')) == 2
+
+
+def test_only_pairs_that_a_recipe_can_have_are_ranked(dump, run):
+    texts = 'nvfp4:hadamard=16', 'nvfp4', 'none'
+    document = json.loads(run(dump, '--formats', ','.join(texts), '--json')[1])
+    pairs = {tuple(row['formats']) for row in document['products']}
+    assert pairs == {*itertools.product(texts, texts)} - {texts[:2], texts[1::-1], ('none', 'none')}
+    assert all(Recipe.parse(row['recipe']).rounds for row in document['products'])
+    with pytest.raises(UserError, match='have different Hadamard transforms'):
+        Recipe.parse('fwd.x=nvfp4:hadamard=16,fwd.w=nvfp4')
+    lines = run(dump, '--formats', ','.join(texts[:2]))[1].splitlines()
+    start = lines.index('fwd: SQNR dB of all layers; down: x, across: w')
+    assert [line.split()[1:].count('-') for line in lines[start + 2:start + 4]] == [1, 1]
 
 
 def accumulated(a, b, bits, every):

@@ -229,9 +229,9 @@ CASES = [
     Case('no name for a checkpoint', TRAIN, "-e 2 -c ''", "-c/--checkpoint: expected a checkpoint or a folder, got ''"),
     Case('served without a name', TRAIN, '-e 0', '-e 0 serves a checkpoint: name it, or its folder, with -c'),
     Case('served from an empty folder', TRAIN, '-e 0 -c empty',
-         'empty: no checkpoint to serve; train first, or name one with -c',
+         'empty: has no checkpoint; train first, or name one with -c',
          lambda: os.mkdir('empty')),
-    Case('served from nowhere', TRANSLATE, '-c none Go.', 'none: no checkpoint to serve; train first, or name .*'),
+    Case('served from nowhere', TRANSLATE, '-c none Go.', 'none: no such folder; train first, or name .*'),
     Case('folder below a file', TRAIN, '-e 2 -c pairs.txt/ckpt -f pairs.txt',
          r'pairs\.txt/ckpt: cannot save checkpoints there \(.*\); name a folder that can be written with -c'),
     Case('folder where nobody may write', TRAIN, '-e 2 -c /proc/ckpt -f pairs.txt',
@@ -539,7 +539,7 @@ def test_bad_input_of_a_real_process(place):
     assert_one_line(TRAIN, error, r'none\.txt: no such file; .*')
     status, out, error = outcome(start('-m', 'seq2seq.translate', '-c', 'none', 'Go.'))
     assert status == 2
-    assert_one_line(TRANSLATE, error, 'none: no checkpoint to serve; .*')
+    assert_one_line(TRANSLATE, error, 'none: no such folder; .*')
 
 
 def test_an_unbuilt_library(place, tmp_path):

@@ -307,8 +307,13 @@ def test_delayed_scaling_is_tried_with_the_amax_of_the_step(replay):
 
 
 def test_bad_input_is_one_line_that_names_the_remedy(checkpoint, run, tmp_path):
+    (tmp_path / 'norun').mkdir()
+    remedy = 'give a checkpoint of a translator, or the folder of its training run'
     for arguments, want in (
-            ((tmp_path / 'nowhere',), 'nowhere'),
+            ((tmp_path / 'nowhere',), f'nowhere: no such folder; {remedy}'),
+            ((tmp_path / 'norun',), f'norun: has no checkpoint; {remedy}'),
+            ((tmp_path / 'norun' / 'a.safetensors',), f'a.safetensors: no such checkpoint; {remedy}'),
+            (('',), "CKPT: expected a checkpoint of a translator, or the folder of its training run, got ''"),
             ((checkpoint, '--formats', 'mxfp7'), 'mxfp7: no such number format'),
             ((checkpoint, '--formats', 'none'), '--formats none: expected formats; none is the step that'),
             ((checkpoint, '--layers', 'zzz'), '--layers zzz: no layer has that name; there are'),
