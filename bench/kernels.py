@@ -24,6 +24,9 @@ from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
 
 PROGRAM = 'bench.kernels'
+EIGHT_BITS = ('hifp8', 'mxfp8', 'mxfp8:elem=e5m2', 'mxfp8:block=32x32', 'mxint8', 'fp8', 'fp8:elem=e5m2', 'fp8:block=tensor',
+              'int8', 'e4m3', 'e5m2')
+ROUNDED = 2000, 4000                    # shape of the array that is rounded to number formats
 
 
 class Case(NamedTuple):
@@ -194,7 +197,7 @@ def op_cases(rng, torch):
 
 def pass_cases(rng, torch):
     """Yield cases of one pass over memory."""
-    from pyops import backend, formats
+    from pyops import backend
     n = 8_000_000                                               # floats: the size of seq2seq's parameters, larger than caches
     x, y, step, lr = rng.standard_normal(n, np.float32), backend.zeros(n), np.ones(1, np.int64), np.full(1, 1e-3, np.float32)
     one, tx, ty = np.ones(1, np.float32), torch.from_numpy(x.copy()), torch.empty(n)
@@ -230,9 +233,30 @@ def pass_cases(rng, torch):
     yield Case('embedding 1152 of 13387 x 256', 0, 8 * T * B * D,
                lambda: backend.launch('embedding_forward', rows, table, ids, T * B, V, D) or [rows],
                lambda: [torch.nn.functional.embedding(tids, ttable)], tolerance=0.0)
-    yield Case('bf16 and back, 32 MB', 0, 8 * n, lambda: [formats.fake_quantize(x, 'bf16')], lambda: [tx.bfloat16().float()],
-               tolerance=0.0)
-    yield Case('mxfp8 and back, 32 MB', 0, 8 * n, lambda: [formats.fake_quantize(x, 'mxfp8')], None)
+
+
+def format_cases(rng, torch):
+    """Yield cases of rounding to number formats and back, beside PyTorch's casts where there is one with the same results; the
+    case 'copy, 32 MB' has as many bytes.  A tensor with one scale is read twice, which does not count."""
+    from pyops import formats
+    x = rng.standard_normal(ROUNDED, np.float32)
+    n = x.size
+    tx = torch.from_numpy(x)
+    casts = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'e4m3': torch.float8_e4m3fn, 'e5m2': torch.float8_e5m2}
+
+    def with_scale():                                           # what training in PyTorch does with one scale per tensor
+        scale = tx.abs().max() / 448
+        return [(tx / scale).to(torch.float8_e4m3fn).float() * scale]
+
+    def cast_and_back(dtype):
+        return lambda: [tx.to(dtype).float()]
+    theirs = {name: cast_and_back(dtype) for name, dtype in casts.items()} | {'fp8:block=tensor': with_scale}
+    for name in ('bf16', 'fp16', *EIGHT_BITS):
+        yield Case(f'{name} and back, 32 MB', 0, 8 * n, lambda name=name: [formats.fake_quantize(x, name)], theirs.get(name),
+                   tolerance=0.0)
+    for name in ('e4m3', 'e5m2'):
+        yield Case(f'codes of {name}, 32 to 8 MB', 0, 5 * n, lambda name=name: [formats.encode(x, name).codes],
+                   lambda name=name: [tx.to(casts[name]).view(torch.uint8)], tolerance=0.0)
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------------
@@ -282,7 +306,7 @@ def main(argv=None):
     print(f'\n{"":46}{"ours":>10} {"20 to 80 %":>24} {"":>14} {"of limit":>8} {"PyTorch":>11} {"ratio":>7} '
           f'{"numpy":>10} {"ratio":>7}')
     rng, figures, comparison = np.random.default_rng(0), [], Comparison(PROGRAM)
-    for case in (case for make in (gemm_cases, op_cases, pass_cases) for case in make(rng, torch)):
+    for case in (case for make in (gemm_cases, op_cases, pass_cases, format_cases) for case in make(rng, torch)):
         if args.words and not any(word in case.name for word in args.words):
             continue
         others = {name: run for name, run in (('torch', case.theirs), ('numpy', case.numpy)) if run}

@@ -46,7 +46,7 @@ from pyops import Tensor, backend, quantization
 from pyops.data import idx, mnist
 from pyops.distributed import __main__ as command
 from pyops.errors import UserError
-from pyops.formats import parse
+from pyops.formats import ELEMENTS, FORMATS, MORE_FORMATS, parse
 from pyops.inspect.products import PRODUCTS
 from pyops.text.vocabulary import EOS, PAD
 from transformer import train as transformer_train
@@ -375,10 +375,18 @@ def test_kernels_have_the_results_of_pytorch_or_are_not_saved(torch, capsys, mon
     monkeypatch.setattr(bench_kernels, 'PRODUCTS', [product for product in bench_kernels.PRODUCTS if 'digits' in product[0]])
     monkeypatch.setattr(bench_kernels, 'roofline', lambda n: {backend.isa(): {backend.threads(): (1e11, 1e10)}})
     monkeypatch.setattr(bench_kernels, 'pass_cases', lambda rng, torch: ())
+    monkeypatch.setattr(bench_kernels, 'ROUNDED', (20, 300))
     saved = []
     monkeypatch.setattr(results, 'save', lambda *given: saved.append(given))
-    words = ['gru', 'attention', 'layer norm', 'digits', 'likeliest', 'output layer']
+    words = ['gru', 'attention', 'layer norm', 'digits', 'likeliest', 'output layer', '32 MB', 'codes of']
     assert kernels_main([*words, *QUICK, '--save']) == 0 and len(saved) == 1
+    timed = {case['name']: 'torch' in case for case in saved[0][1]['cases']}
+    assert {name for name, has_torch in timed.items() if not has_torch} >= {'hifp8 and back, 32 MB', 'mxint8 and back, 32 MB'}
+    assert all(timed[name] for name in ('e4m3 and back, 32 MB', 'fp8:block=tensor and back, 32 MB',
+                                        'codes of e5m2, 32 to 8 MB'))
+    with_8_bits = set(map(parse, bench_kernels.EIGHT_BITS))
+    assert all(fmt.bits == 8 for fmt in with_8_bits)
+    assert {fmt.name for fmt in with_8_bits} == {name for name in FORMATS + MORE_FORMATS + ELEMENTS if parse(name).bits == 8}
     monkeypatch.setattr(backend, 'gemm', lambda c, a, b: c.fill(0))
     assert kernels_main(['digits', *QUICK, '--save']) == 1 and len(saved) == 1
     assert [line.split(' by ')[0] for line in capsys.readouterr().err.splitlines()] == [
