@@ -65,18 +65,23 @@ class Recipe(NamedTuple):
 
 
 RECIPES = [
-    Recipe('not rounded', 'none'), Recipe('bf16', 'bf16'), Recipe('hifp8', 'hifp8'),
+    Recipe('not rounded', 'none'), Recipe('bf16', 'bf16'), Recipe('fp16', 'fp16'), Recipe('hifp8', 'hifp8'),
+    Recipe('E4M3 without a scale', 'e4m3'), Recipe('E5M2 without a scale', 'e5m2'),
     Recipe('mxfp8', 'mxfp8'), Recipe('mxfp8, gradients E5M2', 'mxfp8', 'mxfp8:elem=e5m2'),
+    Recipe('mxfp8, scales rounded up', 'mxfp8:scale=rceil'),
     Recipe('mxfp8, blocks of 32 x 32', 'mxfp8:block=32x32'),
     Recipe('fp8, blocks of 128', 'fp8'), Recipe('fp8, weights in 128 x 128', 'fp8', weight='fp8:block=128x128'),
     Recipe('fp8, one scale for a tensor', 'fp8:block=tensor'),
     Recipe('fp8, delayed scaling', 'fp8:delayed'),
     Recipe('mxfp6, E3M2', 'mxfp6'), Recipe('mxfp6, E2M3', 'mxfp6:elem=e2m3'), Recipe('mxint8', 'mxint8'),
-    Recipe('int8', 'int8'),
+    Recipe('int8', 'int8'), Recipe('int8, a scale per row', 'int8:block=row'),
+    Recipe('int8, a scale per column', 'int8:block=column'),
     Recipe('nvfp4', 'nvfp4'), Recipe('nvfp4, amax at 4 or 6', 'nvfp4:scale=mse'),
+    Recipe('nvfp4, amax at 4 or 6 by mean error', 'nvfp4:scale=mae'),
     Recipe('nvfp4, blocks of 16 x 16', 'nvfp4:block=16x16'),
     Recipe('nvfp4, weights in 16 x 16', 'nvfp4', weight='nvfp4:block=16x16'),
     Recipe('nvfp4, Hadamard in wgrad', 'nvfp4', wgrad='nvfp4:hadamard=16'),
+    Recipe('nvfp4, Hadamard everywhere', 'nvfp4:hadamard=16'),
     Recipe('nvfp4, stochastic gradients', 'nvfp4', 'nvfp4:round=stochastic'),
     Recipe('mxfp4', 'mxfp4'), Recipe('mxfp4, Hadamard everywhere', 'mxfp4:hadamard=32'),
     Recipe('mxfp4, blocks of 32 x 32', 'mxfp4:block=32x32'), Recipe('int4', 'int4')]
