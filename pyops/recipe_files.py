@@ -26,6 +26,26 @@ PRODUCTS = {product: tuple(operands) for product, operands in itertools.groupby(
 ELEMENTS = {'e4m3': 'E4M3', 'e5m2': 'E5M2'}
 
 
+def nvfp4_training(has_hadamard: bool = True, is_stochastic: bool = True, is_square: bool = True) -> dict[str, Format]:
+    """Return {operand: Format} of NVIDIA's recipe for training in NVFP4 (arXiv:2509.25149).
+
+    has_hadamard: random Hadamard transforms in wgrad;  is_stochastic: stochastic rounding of gradients;  is_square: weights in
+    blocks of 16 x 16
+    """
+    found = {}
+    for operand in OPERANDS:
+        product, _, tensor = operand.partition('.')
+        found[operand] = parse('nvfp4', hadamard=16 if has_hadamard and product == 'wgrad' else 0,
+                               round='stochastic' if is_stochastic and tensor == 'g' else 'rne',
+                               block='16x16' if is_square and tensor == 'w' else 16)
+    return found
+
+
+def _is(fmt: Format | None, wanted: Format) -> bool:
+    """Return whether a format is the wanted one.  The libraries draw the signs of a Hadamard transform themselves."""
+    return fmt is not None and (parse(fmt, signs=0) if fmt.hadamard else fmt) == wanted
+
+
 class Translated(NamedTuple):
     """text: of the file;  lost: 'layer operand=format' of each operand that has no equivalent, and stays unrounded"""
     text: str
@@ -58,27 +78,37 @@ _TENSORS = {'x': 'activation', 'w': 'weight', 'g': 'gradient'}
 
 
 class _Native(NamedTuple):
-    """A recipe of TransformerEngine, with which it multiplies 8-bit operands.
+    """A recipe of TransformerEngine, with which it multiplies operands of 8 or 4 bits.
 
-    base: the format of an operand without `elem`;  hybrid: gradients are E5M2, all other operands E4M3"""
-    base: Format
-    hybrid: bool
+    formats: of the operands;  text: the call of its class"""
+    formats: Mapping[str, Format]
+    text: str
 
     def has(self, operand: str, fmt: Format | None) -> bool:
-        elem = 'e5m2' if self.hybrid and operand.endswith('.g') else 'e4m3'
-        return fmt == parse(self.base, elem=elem)
+        return _is(fmt, self.formats[operand])
 
-    def __str__(self) -> str:
-        fp8_format = f'fp8_format=Format.{"HYBRID" if self.hybrid else "E4M3"}'
-        if self.base.name == 'mxfp8':
-            return f'MXFP8BlockScaling({fp8_format})'
-        return (f'DelayedScaling(margin={self.base.option("margin")}, {fp8_format}, amax_history_len={self.base.delayed}, '
-                "amax_compute_algo='max')")
+
+def _native_of(base: Format, hybrid: bool) -> _Native:
+    """Return the recipe with this format of all operands; hybrid: gradients are E5M2, all other operands E4M3."""
+    formats = {operand: parse(base, elem='e5m2' if hybrid and operand.endswith('.g') else 'e4m3') for operand in OPERANDS}
+    fp8_format = f'fp8_format=Format.{"HYBRID" if hybrid else "E4M3"}'
+    if base.name == 'mxfp8':
+        return _Native(formats, f'MXFP8BlockScaling({fp8_format})')
+    return _Native(formats, f'DelayedScaling(margin={base.option("margin")}, {fp8_format}, amax_history_len={base.delayed}, '
+                   "amax_compute_algo='max')")
+
+
+def _nvfp4_natives() -> list[_Native]:
+    """Return the recipes of TransformerEngine for NVFP4, the default one first."""
+    return [_Native(nvfp4_training(*have), 'NVFP4BlockScaling(' + ', '.join(
+        f'disable_{name}={not has}' for name, has in zip(('rht', 'stochastic_rounding', '2d_quantization'), have, strict=True))
+        + ')') for have in itertools.product((True, False), repeat=3)]
 
 
 def transformer_engine_has(fmt: Format) -> bool:
     """Return whether a file for TransformerEngine can express this format of an operand."""
-    return _fake_quant(fmt) is not None or _native_base(fmt) is not None
+    return (_fake_quant(fmt) is not None or _native_base(fmt) is not None
+            or any(native.has(operand, fmt) for native in _nvfp4_natives() for operand in OPERANDS))
 
 
 def _fake_quant(fmt: Format | None) -> str | None:
@@ -108,7 +138,7 @@ def transformer_engine(layers: Layers, title: Iterable[str] = ()) -> Translated:
     products are in high precision.
     """
     bases = {base for fmts in layers.values() for fmt in fmts.values() if (base := _native_base(fmt))}
-    natives = [_Native(base, hybrid) for base in sorted(bases, key=str) for hybrid in (True, False)]
+    natives = [_native_of(base, hybrid) for base in sorted(bases, key=str) for hybrid in (True, False)] + _nvfp4_natives()
     native = max(natives, key=lambda one: len(_native_products(layers, one)), default=None)
     left = _native_products(layers, native)
     settings, kept = {}, {}
@@ -119,8 +149,8 @@ def transformer_engine(layers: Layers, title: Iterable[str] = ()) -> Translated:
                        for operand in (operands if (layer, product) in left else fake[product])}
         settings[layer] = {product: fake[product] for product in fake}
     lost = _lost(layers, kept)
-    use = [f'recipe for autocast: transformer_engine.common.recipe.{native}' if left else
-           'without autocast: no product runs in 8 bits, they only have rounded operands',
+    use = [f'recipe for autocast: transformer_engine.common.recipe.{native.text}' if native and left else
+           'without autocast: no product runs in 8 or 4 bits, they only have rounded operands',
            'in the training program, with layers of these names: nvdlfw_inspect.api.initialize(config_file=this file, '
            'feature_dirs=...)']
     lines = _comments([*title, *use], lost)
@@ -176,18 +206,25 @@ CONFIGS = [         # (config, names of linear layers)
 {configs}
 ]
 
+NVFP4 = [           # names of linear layers, for a GPU with NVFP4: bfloat16, all sizes multiples of 128
+{nvfp4}]
+
 
 def convert(model):
     """Replace the linear layers of a PyTorch model that have these names, in place, and return the model."""
     for config, names in CONFIGS:
         convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name, names=names: name in names)
+    if NVFP4:
+        from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig
+        from torchao.quantization import quantize_
+        quantize_(model, NVFP4TrainingConfig(), filter_fn=lambda module, name: name in NVFP4)
     return model
 '''
 
 
 def torchao_has(fmt: Format) -> bool:
     """Return whether a file for torchao can express this format of an operand."""
-    return _cast(fmt) is not None
+    return _cast(fmt) is not None or any(_is(fmt, wanted) for wanted in nvfp4_training().values())
 
 
 def _cast(fmt: Format | None) -> tuple[str, str] | None:
@@ -201,11 +238,15 @@ def torchao(layers: Layers, title: Iterable[str] = ()) -> Translated:
     """Return a Python module with a Float8LinearConfig for each linear layer, and convert(model).
     title: lines for its comment
 
-    Both operands of a product are rounded or none; a tensor has the same element in both of its products; otherwise products
-    stay unrounded.
+    A layer with all formats of nvfp4_training() has NVFP4TrainingConfig.  In others both operands of a product are rounded or
+    none; a tensor has the same element in both of its products; otherwise products stay unrounded.
     """
-    settings, kept = {}, {}
+    settings, kept, nvfp4 = {}, {}, []
     for layer, fmts in layers.items():
+        if all(_is(fmts.get(operand), wanted) for operand, wanted in nvfp4_training().items()):
+            kept[layer] = set(OPERANDS)
+            nvfp4.append(layer)
+            continue
         casts = {operand: cast for operand in OPERANDS if (cast := _cast(fmts.get(operand)))}
         for operands in PRODUCTS.values():
             if not all(operand in casts for operand in operands):
@@ -223,5 +264,7 @@ def torchao(layers: Layers, title: Iterable[str] = ()) -> Translated:
         arguments = [f'cast_config_{_CASTS[operand]}=cast({", ".join(map(str, cast))})' for operand, cast in setting.items()]
         listed = ',\n'.join(f'        {name!r}' for name in names)
         configs += ['    (Float8LinearConfig(\n        ' + ',\n        '.join(arguments) + f'), [\n{listed}]),']
-    text = '\n'.join([*_comments(title, lost), _PROGRAM.replace('{configs}', '\n'.join(configs))])
+    listed = ''.join(f'    {name!r},\n' for name in nvfp4)
+    program = _PROGRAM.replace('{configs}', '\n'.join(configs)).replace('{nvfp4}', listed)
+    text = '\n'.join([*_comments(title, lost), program])
     return Translated(text, lost)

@@ -1,5 +1,6 @@
 """Recipes as files for TransformerEngine and torchao: the same rounding of each operand, or a line that it is lost."""
 import dataclasses
+import itertools
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -36,6 +37,15 @@ def native(kind, hybrid):
             for operand in OPERANDS}
 
 
+def nvfp4(has_hadamard, is_stochastic, is_square):
+    """{operand: Format} of NVFP4BlockScaling, by its documentation."""
+    transform, stochastic = (':hadamard=16' * has_hadamard, ':round=stochastic' * is_stochastic)
+    weight = ':block=16x16' * is_square
+    return {operand: parse(f'nvfp4{options}') for operand, options in {
+        'fwd.x': '', 'fwd.w': weight, 'dgrad.g': stochastic, 'dgrad.w': weight, 'wgrad.g': stochastic + transform,
+        'wgrad.x': transform}.items()}
+
+
 def by_transformer_engine(document, recipe, layer):
     """{operand: Format} of a layer by the rules of the documentation of TransformerEngine's features."""
     sections = [section for section in document.values()
@@ -61,6 +71,9 @@ def recipe_of(text):
     line = next((line for line in text.splitlines() if line.startswith('# recipe for autocast: ')), None)
     if line is None:
         return None
+    if found := re.search(r'\.NVFP4BlockScaling\(disable_rht=(\w+), disable_stochastic_rounding=(\w+), '
+                          r'disable_2d_quantization=(\w+)\)$', line):
+        return nvfp4(*(text == 'False' for text in found.groups()))
     hybrid = 'fp8_format=Format.HYBRID' in line
     if line.endswith(f'.MXFP8BlockScaling(fp8_format=Format.{"HYBRID" if hybrid else "E4M3"})'):
         return native('mxfp8', hybrid)
@@ -96,6 +109,23 @@ def test_transformer_engine_rounds_the_same_operands_but_those_that_are_listed(k
         assert not is_fake or (layer, operand) in rounded
     if seed % 3 == 2:
         assert all(got[layer] == layers[layer] for layer in LAYERS[:4])
+
+
+@pytest.mark.parametrize('have', [*itertools.product((True, False), repeat=3)])
+def test_layers_in_nvfp4_are_left_to_the_recipe_of_transformer_engine(have, yaml):
+    layers = random_layers(5, FP8) | {layer: nvfp4(*have) for layer in LAYERS[:4]}
+    if have[0]:
+        layers[LAYERS[1]] |= {operand: parse('nvfp4', **fmt.options, signs=7) for operand, fmt in layers[LAYERS[1]].items()
+                              if fmt.hadamard}
+    layers[LAYERS[3]] = layers[LAYERS[3]] | {'dgrad.w': parse('mxfp4')}
+    text, lost = transformer_engine(layers)
+    document, recipe = yaml.safe_load(text), recipe_of(text)
+    assert recipe == nvfp4(*have)
+    assert all(by_transformer_engine(document, recipe, layer) == recipe for layer in LAYERS[:3])
+    assert not any(line.startswith(tuple(f'{layer} ' for layer in LAYERS[:3])) for line in lost)
+    kept = by_transformer_engine(document, recipe, LAYERS[3])
+    assert kept == {operand: fmt for operand, fmt in recipe.items() if not operand.startswith('dgrad')}
+    assert {f'{LAYERS[3]} {operand}={layers[LAYERS[3]][operand]}' for operand in PRODUCTS['dgrad']} <= set(lost)
 
 
 def test_the_reader_of_transformer_engine_accepts_the_file(tmp_path, yaml):
@@ -170,10 +200,49 @@ def test_torchao_rounds_the_same_operands_but_those_that_are_listed(seed, monkey
             assert all((layer, operand) in rounded for operand in OPERANDS)
 
 
+def test_layers_in_nvfp4_have_the_training_config_of_torchao(monkeypatch):
+    whole = nvfp4(True, True, True)
+    layers = {'a': whole, 'b': whole | {'fwd.w': parse('nvfp4')}, 'c': dict.fromkeys(OPERANDS, parse('fp8:block=axis')),
+              'd': {operand: parse('nvfp4', **fmt.options, **({'signs': 3} if fmt.hadamard else {})) for operand, fmt in
+                    whole.items()}}
+    text, lost = torchao(layers)
+    assert sorted(lost) == sorted(f'b {operand}={fmt}' for operand, fmt in layers['b'].items())
+    config, chosen = object(), {}
+
+    def take(kind):
+        return lambda model, *given, **named: chosen.setdefault(kind, []).append((given, [
+            name for name in layers if (named.get('module_filter_fn') or named['filter_fn'])(None, name)]))
+    given = modules()
+    given['torchao.float8'].convert_to_float8_training = take('float8')
+    for name, content in {'torchao.quantization': dict(quantize_=take('nvfp4')), 'torchao.prototype': {},
+                          'torchao.prototype.moe_training': {}, 'torchao.prototype.moe_training.nvfp4_training': {},
+                          'torchao.prototype.moe_training.nvfp4_training.nvfp4_training': dict(
+                              NVFP4TrainingConfig=lambda: config)}.items():
+        given[name] = ModuleType(name)
+        vars(given[name]).update(content)
+    for name, module in given.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    program = {}
+    exec(text, program)
+    program['convert'](None)
+    assert chosen == {'float8': [((), ['c'])], 'nvfp4': [((config,), ['a', 'd'])]}
+
+
+def test_torchao_replaces_layers_in_nvfp4(torch):
+    name = 'torchao.prototype.moe_training.nvfp4_training.nvfp4_training'
+    library = pytest.importorskip(name, reason='torchao 0.18 is not installed: pip install torchao')
+    program = {}
+    exec(torchao({'0': nvfp4(True, True, True)}).text, program)
+    model = program['convert'](torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)))
+    assert type(model[0]) is library.NVFP4Linear and type(model[1]) is torch.nn.Linear
+
+
 def test_formats_that_the_libraries_have():
     for text, te, ao in (('fp8:block=tensor', True, True), ('fp8:block=axis', False, True), ('fp8', False, False),
                          ('fp8:delayed', True, False), ('fp8:block=tensor:round=away', False, False), ('mxfp8', False, False),
-                         ('mxfp8:scale=rceil:elem=e5m2', True, False), ('nvfp4', False, False),
+                         ('mxfp8:scale=rceil:elem=e5m2', True, False), ('nvfp4', True, True),
+                         ('nvfp4:hadamard=16:signs=4', True, True), ('nvfp4:scale=mse', False, False),
+                         ('nvfp4:block=32', False, False), ('mxfp4', False, False),
                          ('fp8:delayed:round=stochastic', False, False), ('fp8:block=tensor:hadamard=16', False, False),
                          ('int8:delayed', False, False), ('fp8:factor=2', False, False)):
         assert (transformer_engine_has(parse(text)), torchao_has(parse(text))) == (te, ao), text
