@@ -257,14 +257,19 @@ def _text(tensor: Tensor) -> str:
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
+def unpack_pairs(stored: np.ndarray) -> np.ndarray:
+    """Return the numbers of E2M1 codes, float32 with twice the last axis; the first of a pair has the low bits of the byte."""
+    values = np.concatenate([_NUMBERS, -_NUMBERS])
+    pairs = np.empty((*stored.shape, 2), np.float32)
+    pairs[..., 0] = values[stored & 15]
+    pairs[..., 1] = values[stored >> 4]
+    return pairs.reshape(*stored.shape[:-1], 2 * stored.shape[-1])
+
+
 def unpack(item: Packed, stored: np.ndarray) -> np.ndarray:
     """Return the numbers of stored codes, float32 in the weight's shape: E2M1 in bytes, or integers in words of 32 bits."""
     if item.dtype == _E2M1:
-        values = np.concatenate([_NUMBERS, -_NUMBERS])
-        pairs = np.empty((*stored.shape, 2), np.float32)
-        pairs[..., 0] = values[stored & 15]
-        pairs[..., 1] = values[stored >> 4]
-        return pairs.reshape(item.shape)
+        return unpack_pairs(stored).reshape(item.shape)
     bits = {'int4': 4, 'int8': 8}[item.dtype]
     words = np.ascontiguousarray(stored).view(np.uint32)
     values = np.empty((*words.shape, 32 // bits), np.float32)

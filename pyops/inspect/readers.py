@@ -20,7 +20,7 @@ import numpy as np
 from pyops.errors import printable
 from pyops.inspect import packed
 from pyops.inspect.checks import Refused, is_count, is_settled, is_shape, parse_json
-from pyops.inspect.torch_files import STORED, parse
+from pyops.inspect.torch_files import STORED, Stored, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,6 +38,7 @@ _DTYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat
            'U32': 'uint32', 'U16': 'uint16', 'U8': 'uint8', 'BOOL': 'bool'}
 Description: TypeAlias = 'tuple[str, Shape, str, dict[str, Any]]'      # key, shape, dtype, metadata
 _EXPECTED = 'expected floating-point numbers of 64 to 8 bits, integers or bool'
+_PAIRS = 'float4_e2m1fn_x2'         # dtype of torch: two numbers in an element, which its shape counts as one
 _INDEX_LIMIT = 64 << 20             # bytes of the index of a checkpoint in several files
 _SHARD = re.compile(r'(.+)-\d{1,9}-of-\d{1,9}\.safetensors', re.S)
 _KEPT = 8                           # headers that are kept after they were parsed
@@ -345,7 +346,11 @@ def _list_pt(path: str) -> Listing:
         contents = parse(file, os.fstat(file.fileno()).st_size)
     result, reasons = [], [('', reason) for reason in contents.refused]
     for key, tensor in contents.tensors.items():
-        if tensor.dtype in _DTYPES.values():
+        if tensor.dtype == _PAIRS and tensor.shape:
+            shape = list(tensor.shape)
+            shape[_pair_axis(tensor)] *= 2
+            result.append((key, tuple(shape), 'float4_e2m1fn', contents.metadata))
+        elif tensor.dtype in _DTYPES.values():
             result.append((key, tensor.shape, tensor.dtype, contents.metadata))
         else:
             reasons.append((key, f'a tensor of {printable(tensor.dtype)[:40]}: {_EXPECTED}'))
@@ -358,10 +363,20 @@ def _read_pt(path: str, key: str) -> np.ndarray:
         if key not in contents.tensors:
             raise Refused(f'contains no tensor {printable(key)!r}')
         tensor = contents.tensors[key]
+        if tensor.dtype == _PAIRS and tensor.shape:
+            axis = _pair_axis(tensor)
+            codes = np.moveaxis(tensor.view(contents.fetch(tensor.storage)), axis, -1)
+            return np.ascontiguousarray(np.moveaxis(packed.unpack_pairs(codes), -1, axis))
         if tensor.dtype not in _DTYPES.values():
             raise Refused(f'a tensor of {printable(tensor.dtype)[:40]}: {_EXPECTED}')
         array = _widen(tensor.view(contents.fetch(tensor.storage)), tensor.dtype)
     return np.asarray(-array) if tensor.is_negative else array
+
+
+def _pair_axis(tensor: Stored) -> int:
+    """Return the axis along which a tensor of _PAIRS has two numbers in an element: the contiguous one."""
+    axes = [axis for axis, stride in enumerate(tensor.strides) if stride == 1]
+    return axes[-1] if axes else len(tensor.shape) - 1
 
 
 def _open_regular(path: str) -> BinaryIO:

@@ -34,7 +34,7 @@ _STORAGES = {'DoubleStorage': 'float64', 'FloatStorage': 'float32', 'HalfStorage
 STORED = {'float64': '<f8', 'float32': '<f4', 'float16': '<f2', 'bfloat16': '<u2', 'int64': '<i8', 'int32': '<i4',
           'int16': '<i2', 'int8': 'i1', 'uint64': '<u8', 'uint32': '<u4', 'uint16': '<u2', 'uint8': 'u1', 'bool': '?',
           'float8_e4m3fn': 'u1', 'float8_e5m2': 'u1', 'float8_e4m3fnuz': 'u1', 'float8_e5m2fnuz': 'u1',
-          'float8_e8m0fnu': 'u1', 'complex64': '<c8', 'complex128': '<c16'}
+          'float8_e8m0fnu': 'u1', 'float4_e2m1fn_x2': 'u1', 'complex64': '<c8', 'complex128': '<c16'}
 _CODE = 'contains Python objects, which could run code; expected tensors only'
 _DAMAGED = 'damaged, or not a file of torch.save'
 _MISSING = 'truncated: a storage is missing'

@@ -43,6 +43,28 @@ def test_every_type_and_layout_is_read_without_torch(tmp_path, torch, monkeypatc
         assert np.array_equal(array, tensor.detach().resolve_neg().float().numpy(), equal_nan=True), key
 
 
+@pytest.mark.parametrize('is_zip', [True, False])
+def test_pairs_of_4_bits_are_two_numbers(tmp_path, torch, monkeypatch, is_zip):
+    if not hasattr(torch, 'float4_e2m1fn_x2'):
+        pytest.skip('this PyTorch has no float4_e2m1fn_x2: pip install torch>=2.8')
+    codes = np.random.default_rng(0).permutation(256).astype(np.uint8).reshape(4, 8, 8)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    want = values[np.stack([codes & 15, codes >> 4], -1)].reshape(4, 8, 16)
+    saved = torch.from_numpy(codes).view(torch.float4_e2m1fn_x2)
+    path = tmp_path / f'{NAME}.pt'
+    tensors = {'whole': saved, 'turned': saved.transpose(1, 2), 'row': saved[1, 2]}
+    torch.save(tensors, path, _use_new_zipfile_serialization=is_zip)
+    monkeypatch.setitem(sys.modules, 'torch', None)
+    assert {key: (shape, dtype) for key, shape, dtype, _ in list_tensors(str(path))} == {
+        'whole': ((4, 8, 16), 'float4_e2m1fn'), 'turned': ((4, 16, 8), 'float4_e2m1fn'), 'row': ((16,), 'float4_e2m1fn')}
+    for key, array in ('whole', want), ('turned', want.transpose(0, 2, 1)), ('row', want[1, 2]):
+        got = read(str(path), key)
+        assert np.array_equal(got, array) and got.dtype == np.float32 and got.flags.c_contiguous
+        assert np.array_equal(np.signbit(got), np.signbit(array))
+    entry, = (entry for entry in Logs(tmp_path).entries if entry.key == 'whole')
+    assert np.array_equal(entry.load(), want)
+
+
 def test_codes_of_8_bits_have_the_values_of_ml_dtypes(tmp_path):
     ml_dtypes = pytest.importorskip('ml_dtypes', reason='ml_dtypes is not installed: pip install ml_dtypes')
     import json
