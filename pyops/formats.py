@@ -538,12 +538,17 @@ def element_scales(x: Numbers | Array, fmt: str | Format, axis: int = -1) -> np.
 
     With the option `hadamard` they are the scales of the transformed elements."""
     f = parse(fmt)
-    codes = encode(x, f, axis)
-    scales: Any = np.asarray(backend.get(codes.scales))
-    if codes.factor is not None:
-        scales = scales / np.asarray(backend.get(codes.factor))
+    values, layout, axis = _prepared(x, axis)
+    y = _empty(values, values.shape, np.float32, 'rounded')
+    if f.hadamard:
+        _transform(y, values, layout, f)
+        values = y
+    factor = _factor(values, f)
+    scales: Any = np.asarray(backend.get(_launch_scaled(y, None, values, factor, f, axis, None, 0)))
+    if factor is not None:
+        scales = scales / np.asarray(backend.get(factor))
     shape = np.shape(x)
-    _, rows, columns, down, across = f.grid(shape, codes.axis)
+    _, rows, columns, down, across = f.grid(shape, axis)
     scales = scales.repeat(down, 1)[:, :rows].repeat(across, 2)[:, :, :columns]
     return scales.reshape(shape)
 

@@ -139,12 +139,12 @@ def measures(total: dict[str, float]) -> dict[str, float]:
     return whole
 
 
-def totals(x: Any, fmt: str | Format, axis: int | str = -1,
-           mask: np.ndarray | None = None) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+def totals(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | None = None,
+           amax: np.float32 | None = None) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Return the sums and the largest values over all blocks, for `joined` and `measures`, and the result of
-    `block_quantization`."""
+    `block_quantization`.   amax: of the tensor of which x is a piece, as `amax_of` returns it"""
     f = formats.parse(fmt)
-    blocks = Blocks(x, f, axis, mask)
+    blocks = Blocks(x, f, axis, mask, amax)
     sums = {name: np.zeros(blocks.shape_of_sums) for name in _SUMS}
     counts, relative = dict.fromkeys(('nan', 'inf', 'poisoned', 'subnormal', 'nonzero_pairs'), 0), 0.0
     for tile in blocks.tiles():
@@ -243,15 +243,17 @@ def scale_codes(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarra
     return {int(code): int(count) for code, count in zip(*np.unique(codes, return_counts=True), strict=True)}
 
 
-def digits(x: Any, fmt: str | Format, mask: np.ndarray | None = None) -> dict[int, int]:
+def digits(x: Any, fmt: str | Format, mask: np.ndarray | None = None, amax: np.float32 | None = None) -> dict[int, int]:
     """Return the number of values per HiFloat8 mantissa width, {bits: count}, where bits is 3, 2, 1 or 0.
 
-    Values that round to 0 or to infinity are not counted.  {} for other formats.
+    Values that round to 0 or to infinity are not counted.  {} for other formats.   amax: as for `totals`
     """
     if formats.parse(fmt).name != 'hifp8':
         return {}
     result = dict.fromkeys((3, 2, 1, 0), 0)
-    for exponent, count in exponents(rounded(x, fmt), mask).items():
+    x = np.asarray(x)
+    q = rounded(x, fmt) if amax is None else rounded(_extended(x, formats.parse(fmt), -1, amax), fmt)[:len(x)]
+    for exponent, count in exponents(q, mask).items():
         result[3 if abs(exponent) < 4 else 2 if abs(exponent) < 8 else 1 if abs(exponent) < 16 else 0] += count
     return result
 
@@ -308,6 +310,22 @@ def flattened(x: Any, axis: Any) -> tuple[np.ndarray, int]:
     return (x.reshape(-1, x.shape[-1] if x.ndim else 1), 0) if axis == 'tokens' else (x, axis)
 
 
+def amax_of(x: np.ndarray) -> np.float32:
+    """Return the largest magnitude of float32 numbers as the formats take it: above all numbers is infinity, above it NaN."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0x7fffffff)
+    largest: np.float32 = bits.max(initial=0).view(np.float32)
+    return largest
+
+
+def _extended(x: np.ndarray, f: Format, axis: int, amax: np.float32) -> np.ndarray:
+    """Return x with more items of axis 0 that contain amax, and zeros, in no block of x but those of the whole tensor."""
+    _, _, _, down, _ = f.grid(x.shape, axis) if f.is_scaled and x.ndim == 2 else (0, 0, 0, 1, 0)
+    is_whole = f.option('block') == 'tensor' or axis % x.ndim == 0
+    more = np.zeros((1 + (0 if is_whole else -len(x) % down), *x.shape[1:]), np.float32)
+    more[-1].reshape(-1)[0] = amax
+    return np.concatenate((x, more))
+
+
 def _count(flags: np.ndarray) -> int:
     return int(np.count_nonzero(flags))
 
@@ -339,9 +357,10 @@ class Blocks:
     x: the values;  valid: bool, False at padding, or None;  both have the shape `full`
     If the format has a Hadamard transform, the values are the transformed ones: the transform is orthogonal, so the energies of
     signal and error are the same.  Padding is a part of a transform without any valid value.
+    of: the largest magnitude of the tensor of which x is a piece, as `amax_of` returns it, if a scale depends on all of it
     """
 
-    def __init__(self, x: Any, f: Format, axis: int | str, mask: np.ndarray | None) -> None:
+    def __init__(self, x: Any, f: Format, axis: int | str, mask: np.ndarray | None, of: np.float32 | None = None) -> None:
         flat, axis = flattened(x, axis)
         flat = np.ascontiguousarray(flat, np.float32).reshape(flat.shape)           # ascontiguousarray changes () to (1,)
         axis = axis % max(flat.ndim, 1)
@@ -358,7 +377,7 @@ class Blocks:
                 lengths = formats.hadamard_lengths(self.n, f.hadamard)
                 starts = np.cumsum([0, *lengths[:-1]])
                 self.valid = np.logical_or.reduceat(self.valid, starts, axis=1).repeat(lengths, axis=1)
-        self.x, self.flat, self.axis = flat.reshape(self.full), flat, axis
+        self.x, self.flat, self.axis, self._amax_of_all = flat.reshape(self.full), flat, axis, of
 
     def amax(self) -> np.ndarray:
         """Return the largest magnitude of each block."""
@@ -379,15 +398,19 @@ class Blocks:
 
     def tiles(self) -> Iterator[_Tile]:
         outer, n, inner = self.full
-        rounded: Any = formats.fake_quantize(self.flat, self.f, self.axis)
-        rounded = rounded.reshape(self.full)
+        given = self.flat if self._amax_of_all is None else _extended(self.flat, self.f, self.axis, self._amax_of_all)
+        count = math.prod(self.full)
+        rounded: Any = formats.fake_quantize(given, self.f, self.axis)
+        rounded = rounded.reshape(-1)[:count].reshape(self.full)
         scale: Any = 1.0
-        each = formats.element_scales(self.flat, self.f, self.axis).reshape(self.full) if self.f.is_scaled else None
+        each = None
         if self.f.is_block:
             scale = np.exp2(self.exponents())
         elif self.f.has_factor:
-            factor: Any = formats.encode(self.x, self.f).factor
+            factor: Any = formats.encode(amax_of(given), self.f).factor         # the amax alone determines it
             scale = 1 / float(factor[0])
+        elif self.f.is_scaled:
+            each = formats.element_scales(given, self.f, self.axis).reshape(-1)[:count].reshape(self.full)
         i_step = max(1, min(inner, _TILE // self.block))
         b_step = max(1, min(self.shape_of_sums[1], _TILE // (i_step * self.block)))
         o_step = max(1, _TILE // (i_step * b_step * self.block))

@@ -16,8 +16,10 @@ from pyops.inspect.logs import LogError, Logs
 from pyops.inspect.readers import flat, read
 
 FORMATS = ('mxfp8', 'mxfp4:block=16:scale=even', 'mxfp6:hadamard=16', 'bf16:hadamard=32', 'hifp8', 'fp16', 'fp8', 'int8',
-           'int4:block=24', 'mxfp8:block=4x4', 'fp8:block=16x16', 'int8:block=row')
-WHOLE = 'nvfp4', 'fp8:block=tensor', 'int8:block=column', 'hifp8:amax_target=16', 'fp8:delayed', 'mxfp8:round=stochastic'
+           'int4:block=24', 'mxfp8:block=4x4', 'fp8:block=16x16', 'int8:block=row', 'nvfp4', 'nvfp4:block=16x16:scale=mse',
+           'nvfp4:hadamard=16', 'fp8:block=tensor', 'int8:block=tensor:hadamard=32', 'hifp8:amax_target=16', 'fp8:delayed',
+           'fp8:factor=3')
+WHOLE = 'int8:block=column', 'mxfp8:round=stochastic'
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def test_a_file_that_was_cut_is_a_log_error(tmp_path, small_pieces):
 def test_the_memory_does_not_grow_with_the_tensor(tmp_path):
     code = ('import sys\nfrom pyops import formats\nfrom pyops.inspect.compare import compare\n'
             'from pyops.inspect.logs import Logs\n'
-            'rows, skipped = compare(Logs(sys.argv[1]).entries, [formats.parse(name) for name in ("mxfp8", "bf16", "fp8")])\n'
+            'rows, skipped = compare(Logs(sys.argv[1]).entries, [formats.parse(name) for name in ("mxfp8", "bf16", "nvfp4")])\n'
             'peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))\n'
             'print(peak, *[row.statistics["sqnr_db"] for row in rows])')
     x = np.random.default_rng(0).standard_normal((1, 1 << 21)).astype(np.float32)
