@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import json
 import math
 import os
 import shutil
 import sys
+from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,13 +39,16 @@ from pyops.inspect.tables import (
     worst_first,
     write,
 )
+from pyops.inspect.workers import is_worth_processes, workers
 from pyops.inspect.writer import size_text
 from pyops.training import watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pyops.formats import Format
+    from pyops.inspect.known import Slot
+    from pyops.inspect.workers import Map
 
 TOP = 30                                        # lines of the table without --top
 
@@ -94,11 +99,20 @@ def parse_formats(text: str) -> list[Format]:
     return list(dict.fromkeys(map(formats.parse, names)))
 
 
+class _Job(NamedTuple):
+    """A tensor to measure, perhaps in another process.  failure: why it cannot be, '' if it can"""
+    entry: Entry
+    mask: np.ndarray | None
+    axis: int | str
+    formats: tuple[Format, ...]
+    failure: str = ''
+
+
 def compare(entries: Iterable[Entry], fmts: Sequence[Format],
             mask_of: Callable[[Entry], np.ndarray | None] = lambda entry: None, axis: int | str | None = None,
-            progress: Callable[[Iterable[Entry]], Iterable[Entry]] = iter,
+            progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
             on_blocks: Callable[..., Any] | None = None, folder: codes_of.Folder | None = None,
-            known: Known | None = None) -> tuple[list[Row], list[tuple[str, str]]]:
+            known: Known | None = None, work: Map = map) -> tuple[list[Row], list[tuple[str, str]]]:
     """Round every tensor to each of the formats.  Return ([Row], [(file, reason)] of unreadable files).
 
     mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: the entry's axis.
@@ -106,49 +120,92 @@ def compare(entries: Iterable[Entry], fmts: Sequence[Format],
     folder: receives files with codes and scales, which then have statistics, too.  One tensor at a time is in memory, a large
     one in pieces if neither on_blocks nor folder needs all of it.
     known: measures of earlier commands, which are used unless on_blocks or folder needs the tensor; receives the others
+    work: a map in order, such as the one of workers(), if neither on_blocks nor folder is given;  progress: wraps its results
     """
-    rows, skipped = [], []
-    for entry in progress(entries):
+    rows: list[Row] = []
+    skipped: list[tuple[str, str]] = []
+    sent: deque[tuple[Entry, dict[Format, Any], Slot | None]] = deque()       # what belongs to the results, in order
+
+    def jobs() -> Iterator[_Job]:
+        for entry in entries:
+            slot, ready = None, {}
+            try:
+                mask, along = mask_of(entry), _axis(entry, axis)
+            except LogError as error:
+                sent.append((entry, {}, None))
+                yield _Job(entry, None, 0, (), str(error))
+                continue
+            if known and not on_blocks and not folder:
+                slot = known.of(entry, along, mask)
+                ready = {fmt: parts for fmt in fmts if (parts := slot.row(fmt))}
+            sent.append((entry, ready, slot))
+            yield _Job(entry, mask, along, tuple(fmt for fmt in fmts if fmt not in ready))
+
+    def whole(job: _Job) -> tuple[list[Any], str]:
+        return _measured(job, functools.partial(_more, on_blocks=on_blocks, folder=folder, skipped=skipped))
+
+    for found, failure in progress(map(whole, jobs()) if on_blocks or folder else work(_measured, jobs())):
+        entry, ready, slot = sent.popleft()
+        if failure:
+            skipped.append((entry.relative_path, failure))
+            continue
+        new = iter(found)
+        for fmt in fmts:
+            row = Row(entry, fmt, *(ready[fmt] if fmt in ready else next(new)))
+            rows.append(row)
+            if slot and fmt not in ready:
+                slot.add_row(fmt, row.statistics, row.histograms)
+    return rows, skipped
+
+
+def _is_quick(job: _Job) -> bool:
+    return bool(job.failure) or not job.formats
+
+
+def _measured(job: _Job, more: Callable[..., None] | None = None) -> tuple[list[Any], str]:
+    """Return [(statistics, histograms)] in each format of a job, and why they are missing, '' if they are not.
+
+    more: called with (job, format, x, statistics, histograms, statistics of the blocks), which it may change
+    """
+    entry, mask, along, fmts, failure = job
+    if failure:
+        return [], failure
+    try:
+        in_pieces = {} if more else {fmt: parts for fmt in fmts if (parts := measure_in_pieces(entry, fmt, along, mask))}
+        x = entry.load() if len(in_pieces) < len(fmts) else None
+    except LogError as error:
+        return [], str(error)
+    binades = {} if x is None else exponents(x, mask)
+    found = []
+    for fmt in fmts:
+        if fmt in in_pieces:
+            found.append(in_pieces[fmt])
+            continue
+        whole, blocks = measure(x, fmt, along, mask)
+        worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # ignores NaN: no SQNR
+        if entry.is_weights:
+            whole['row_sum_error'] = row_sum_error(x, fmt, along, mask)
+        histograms = {'exponents': binades, 'scales': scale_codes(x, fmt, along, mask), 'digits': digits(x, fmt, mask)}
+        if more:
+            more(job, fmt, x, whole, histograms, blocks)
+        found.append((whole | {'worst_block_db': worst}, histograms))
+    return found, ''
+
+
+def _more(job, fmt, x, whole, histograms, blocks, on_blocks, folder, skipped):
+    """Write codes to a folder, add their statistics, and call on_blocks."""
+    entry = job.entry
+    if folder:
         try:
-            mask, along = mask_of(entry), _axis(entry, axis)
-            slot = known.of(entry, along, mask) if known and not on_blocks and not folder else None
-            ready = {fmt: parts for fmt in fmts if (parts := slot.row(fmt))} if slot else {}
-            in_pieces = {} if on_blocks or folder else {
-                fmt: parts for fmt in fmts if fmt not in ready and (parts := measure_in_pieces(entry, fmt, along, mask))}
-            x = entry.load() if len(ready) + len(in_pieces) < len(fmts) else None
+            found = folder.add(entry, fmt, job.axis, x, job.mask)
+            histograms |= {'codes': found.codes, 'scale_octaves': found.scales}
+            whole |= {'code_std': found.code_std, 'scale_std': found.scale_std}
         except LogError as error:
             skipped.append((entry.relative_path, str(error)))
-            continue
-        binades = {} if x is None else exponents(x, mask)
-        for fmt in fmts:
-            if fmt in ready:
-                rows.append(Row(entry, fmt, *ready[fmt]))
-                continue
-            if fmt in in_pieces:
-                rows.append(Row(entry, fmt, *in_pieces[fmt]))
-                if slot:
-                    slot.add_row(fmt, *in_pieces[fmt])
-                continue
-            whole, blocks = measure(x, fmt, along, mask)
-            worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # ignores NaN: no SQNR
-            if entry.is_weights:
-                whole['row_sum_error'] = row_sum_error(x, fmt, along, mask)
-            histograms = {'exponents': binades, 'scales': scale_codes(x, fmt, along, mask), 'digits': digits(x, fmt, mask)}
-            if folder and x is not None:
-                try:
-                    found = folder.add(entry, fmt, along, x, mask)
-                    histograms |= {'codes': found.codes, 'scale_octaves': found.scales}
-                    whole |= {'code_std': found.code_std, 'scale_std': found.scale_std}
-                except LogError as error:
-                    skipped.append((entry.relative_path, str(error)))
-                    histograms |= {'codes': {}, 'scale_octaves': {}}
-                    whole |= {'code_std': math.nan, 'scale_std': math.nan}
-            rows.append(Row(entry, fmt, whole | {'worst_block_db': worst}, histograms))
-            if slot:
-                slot.add_row(fmt, rows[-1].statistics, histograms)
-            if on_blocks:
-                on_blocks(entry, fmt, along, blocks, block_scales(x, fmt, along) if fmt.is_block else None)
-    return rows, skipped
+            histograms |= {'codes': {}, 'scale_octaves': {}}
+            whole |= {'code_std': math.nan, 'scale_std': math.nan}
+    if on_blocks:
+        on_blocks(entry, fmt, job.axis, blocks, block_scales(x, fmt, job.axis) if fmt.is_block else None)
 
 
 def totals(rows: Sequence[Row]) -> list[Total]:
@@ -196,10 +253,11 @@ def run(options):
     folder = codes_of.Folder(options.save_codes, options.logs) if options.save_codes else None
     known = Known(options.logs)
     try:
-        with _Blocks(options.per_block) as blocks:
+        is_worth = is_worth_processes((math.prod(entry.shape) for entry in entries), len(fmts))
+        with _Blocks(options.per_block) as blocks, workers(0, len(entries), is_worth, _is_quick) as work:
             rows, unread = compare(entries, fmts, logs.mask, options.axis,
-                                   lambda entries: watch(entries, len(entries), 'compare'),
-                                   blocks.add if options.per_block else None, folder, known)
+                                   lambda results: watch(results, len(entries), 'compare'),
+                                   blocks.add if options.per_block else None, folder, known, work)
     finally:
         known.save()                    # also after Ctrl-C: the same command goes on from there
     skipped = [*logs.skipped, *unread]

@@ -22,7 +22,9 @@ import os
 import numpy as np
 
 from pyops.errors import UserError
+from pyops.inspect.known import Known
 from pyops.inspect.logs import TAGS, curves
+from pyops.inspect.workers import workers
 from pyops.training import watch
 
 FOLDERS = 'distributions', 'heatmaps', 'comparisons', 'attention_maps', 'statistics'
@@ -71,6 +73,14 @@ class _Job:
     place: str                  # of logs.places
     dpi: int
     page: tuple | None          # of page.tasks_of; None: not on the page
+    losses: dict                # {text of a format: quantization} that earlier commands measured
+    drawing: object             # of _drawing_of, by an earlier command; None if it is unknown
+
+    @property
+    def needs_values(self):
+        """Whether the tensor has to be read."""
+        return bool(self.pictures or self.sentences or self.drawing is None or self.page and self.page[5]
+                    or any(text not in self.losses for text in self.formats))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,17 +136,20 @@ def draw(logs, folder, options=None):
     _make_folders(folder)
     summary = Summary(skipped=list(source.skipped))
     tasks = _page_tasks(source, entries, folder, texts, options, summary)
-    jobs = _jobs(source, entries, folder, texts, options, summary, tasks)
+    known = Known(logs)
+    jobs, slots = _jobs(source, entries, folder, texts, options, summary, tasks, known)
     records, written, measured = [], set(), {}
     with workers(options.jobs, len(jobs)) as work:
-        for result in watch(work(_draw_tensor, jobs), len(jobs), 'pictures'):
+        for slot, result in zip(slots, watch(work(_draw_tensor, jobs), len(jobs), 'pictures'), strict=True):
             if isinstance(result.record, tuple):
                 summary.skipped.append(result.record)
             else:
                 records.append(result.record)
+                _keep(slot, result)
             _count(summary, written, result.drawn)
             if result.measured:
                 measured[result.measured[0]] = result.measured
+        known.save()
         if not records:
             raise UserError(f'{logs}: none of {len(entries)} tensors can be read; {summary.skipped[-1][1]}')
         summary.tensors = len(records)
@@ -181,10 +194,12 @@ def _steps(steps):
     return f'step {shown}' if len(steps) == 1 else f'steps {shown}'
 
 
-def _jobs(source, entries, folder, texts, options, summary, tasks):
-    """Return a _Job for each entry.  Selects the entries with pictures, and adds a note about omitted ones to the summary."""
+def _jobs(source, entries, folder, texts, options, summary, tasks, known):
+    """Return a _Job for each entry, and its Slot of `known`.  Selects the entries with pictures, and adds a note about omitted
+    ones to the summary."""
     from pyops.inspect.logs import LogError, places
     from pyops.inspect.pictures import style
+    from pyops.inspect.pictures.tensors import axis_of
     stems = collections.Counter(_stem(entry) for entry in entries)
     chosen = _choose(entries, options.limit or len(entries))
     drawn = set(map(id, chosen))
@@ -193,7 +208,7 @@ def _jobs(source, entries, folder, texts, options, summary, tasks):
                              f'{_steps({entry.step for entry in chosen})}; draw others with --steps, --layers, --names, or all '
                              'with --limit 0')
     maps = _attention_maps(source, _by_step(entries), options, summary)
-    jobs = []
+    jobs, slots = [], []
     for entry, place in zip(entries, places(entries), strict=True):
         stem = _stem(entry)
         if stems[stem] > 1:                     # the same tensor in two formats, from two runs
@@ -204,9 +219,37 @@ def _jobs(source, entries, folder, texts, options, summary, tasks):
             summary.skipped.append((entry.relative_path, str(error)))
             continue
         own = () if entry.fmt is None else (str(entry.fmt),)        # shown first
-        jobs.append(_Job(entry, mask, tuple(dict.fromkeys((*own, *texts))), FOLDERS[:3] if id(entry) in drawn else (),
-                         tuple(maps.get(id(entry), ())), folder, stem, place, options.dpi, tasks.get(id(entry))))
-    return jobs
+        formats = tuple(dict.fromkeys((*own, *texts)))
+        slots.append(known.of(entry, axis_of(entry, max(len(entry.shape), 1)), mask))
+        losses = {text: measures for text in formats if (measures := slots[-1].quantization(text))}
+        jobs.append(_Job(entry, mask, formats, FOLDERS[:3] if id(entry) in drawn else (), tuple(maps.get(id(entry), ())),
+                         folder, stem, place, options.dpi, tasks.get(id(entry)), losses, slots[-1].drawing()))
+    return jobs, slots
+
+
+def _keep(slot, result):
+    """Keep what a _Result measured for later commands."""
+    for text, measures in result.record.losses.items():
+        if slot.quantization(text) is None:
+            slot.add_quantization(text, measures)
+    if slot.drawing() is None:
+        slot.add_drawing(_drawing_of(result.record))
+
+
+def _drawing_of(record):
+    """Return what a Record has from the values of a tensor beside the errors of formats, for JSON."""
+    places = np.flatnonzero(record.counts)
+    return [record.statistics, [*zip(places.tolist(), record.counts.reshape(-1)[places].tolist(), strict=True)],
+            list(record.entropy)]
+
+
+def _of_drawing(drawing):
+    """Return (counts, statistics, entropy) of a Record from the result of _drawing_of."""
+    statistics, counted, entropy = drawing
+    counts = np.zeros(512, np.int64)
+    for place, count in counted:
+        counts[place] = count
+    return counts.reshape(2, 256), statistics, tuple(entropy)
 
 
 def _stem(entry):
@@ -283,24 +326,29 @@ def _draw_tensor(job):
     from pyops import formats
     from pyops.inspect import page
     from pyops.inspect.logs import LogError
-    from pyops.inspect.pictures import attention, overview, style, tensors
+    from pyops.inspect.pictures import attention, style, tensors
     from pyops.inspect.statistics import attention_entropy
     try:
-        x = job.entry.load()
+        x = job.entry.load() if job.needs_values else None
     except LogError as error:
         return _Result((job.entry.relative_path, str(error)), (), None)
+    if x is None:
+        counts, described, entropy = _of_drawing(job.drawing)
+        losses = {text: job.losses[text] for text in job.formats}
+        measured = page.measure(job.page, None, losses if _has_axis(job.entry) else None, described) if job.page else None
+        return _Result(_record_of(job, described, counts, losses, entropy), (), measured)
     drawn = []
     with style.look():
         parsed = [formats.parse(text) for text in job.formats]
         if job.pictures:
-            tensor = tensors.analyse(job.entry, x, job.mask, parsed)
+            tensor = tensors.analyse(job.entry, x, job.mask, parsed, job.losses)
             counts, described = tensor.counts, tensor.statistics
             losses = {str(r.format): r.statistics for r in tensor.rounded}
             for kind in job.pictures:
                 path = os.path.join(job.folder, kind, f'{job.stem}.png')
                 drawn.append((path, tensors.DRAW[kind](tensor).save(path, job.dpi)))
         else:
-            counts, described, losses = tensors.measure(job.entry, x, job.mask, parsed)
+            counts, described, losses = tensors.measure(job.entry, x, job.mask, parsed, job.losses)
         for sentence, words in job.sentences:
             path = os.path.join(job.folder, 'attention_maps', f'{job.stem}_sentence{sentence}.png')
             sheet = attention.draw_maps(
@@ -308,16 +356,23 @@ def _draw_tensor(job):
                 f'{tensors.subtitle_of(job.entry)}  ·  sentence {sentence} (0 to {x.shape[0] - 1})',
                 *attention.heads_of(x, job.mask, sentence, words))
             drawn.append((path, sheet.save(path, job.dpi)))
+    entropy = tuple(attention_entropy(x, job.mask).tolist()) if job.entry.is_weights else ()
+    measured = page.measure(job.page, x, losses if _has_axis(job.entry) else None) if job.page else None
+    return _Result(_record_of(job, described, counts, losses, entropy), tuple(drawn), measured)
+
+
+def _has_axis(entry):
+    """Return whether the errors of formats are measured along the entry's axis; the page always does so."""
+    from pyops.inspect.pictures import tensors
+    return tensors.axis_of(entry, max(len(entry.shape), 1)) == entry.axis
+
+
+def _record_of(job, described, counts, losses, entropy):
+    from pyops.inspect.pictures import overview
     entry = job.entry
-    entropy = tuple(attention_entropy(x, job.mask).tolist()) if entry.is_weights else ()
-    record = overview.Record(entry.layer, entry.layer_type, entry.operation or 'unknown', entry.name, entry.step, entry.time,
-                             'fp32' if entry.fmt is None else str(entry.fmt), entry.shape, entry.relative_path, described,
-                             counts, losses, job.place, _tags_of(entry), entropy)
-    measured = None
-    if job.page:
-        is_same = tensors.axis_of(entry, np.atleast_1d(x)) == entry.axis        # else the page measures along another axis
-        measured = page.measure(job.page, x, losses if is_same else None)
-    return _Result(record, tuple(drawn), measured)
+    return overview.Record(entry.layer, entry.layer_type, entry.operation or 'unknown', entry.name, entry.step, entry.time,
+                           'fp32' if entry.fmt is None else str(entry.fmt), entry.shape, entry.relative_path, described,
+                           counts, losses, job.place, _tags_of(entry), entropy)
 
 
 def _tags_of(entry):
@@ -325,51 +380,6 @@ def _tags_of(entry):
     return {name: str(value) for name, value in (
         ('folder', os.path.dirname(entry.relative_path)), ('run', entry.training + 1 if entry.training else ''),
         *((tag, getattr(entry, tag)) for tag in TAGS)) if value not in ('', None)}
-
-
-@contextlib.contextmanager
-def workers(processes, tasks):
-    """Return an ordered map over at most this many processes (0: one per core).  One process per 4 tasks is the limit."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    processes = min(processes or cores, math.ceil(tasks / 4))
-    if processes <= 1:
-        yield map
-        return
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-    from concurrent.futures.process import BrokenProcessPool
-
-    def work(function, tasks):
-        waiting = collections.deque()
-        for task in tasks:                      # bounded: pending tasks and finished results are in memory
-            waiting.append(pool.submit(function, task))
-            if len(waiting) >= 4 * processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-    # spawn: a forked process lacks the OpenMP threads that the library assumes
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), _begin)
-    try:
-        yield work
-    except BrokenProcessPool as error:
-        raise UserError('a process that draws was ended from outside, perhaps for its memory; draw with --jobs 1') from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin():
-    """Initialise a worker: one thread, since there is one process per core.  The parent process handles Ctrl-C."""
-    import ctypes
-    import signal
-    # Keep freed memory: returned to the system, it costs a page fault for every 4 KiB of the next array, a third of the time.
-    with contextlib.suppress(AttributeError, OSError):          # only glibc has it
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 64 << 20)              # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 256 << 20)             # M_TRIM_THRESHOLD
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'):
-        os.environ[name] = '1'
 
 
 def _count(summary, written, drawn):

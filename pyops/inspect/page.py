@@ -186,17 +186,21 @@ def _task(logs, number, entry, formats, sides):
     return number, entry, mask, words, tuple(formats), sides, failure
 
 
-def measure(task, x=None, known=None):
+def measure(task, x=None, known=None, described=None):
     """Return (number, statistics, {format: quality}, compressed detail or None, error message or None) of a tensor.
 
-    x: the tensor, loaded if missing;  known: {format: result of statistics.quantization}, computed if missing
+    x: the tensor, loaded if it is missing and needed;  known: {format: result of statistics.quantization}, computed if missing
+    described: result of statistics.describe, computed if missing
     """
     number, entry, mask, words, formats, sides, failure = task
     try:
         if failure:
             raise UserError(failure)
-        x, known = entry.load() if x is None else x, known or {}
-        statistics = None if entry.statistics else payload.describe(x, mask)
+        known = known or {}
+        is_known = not sides and (described or entry.statistics) and all(fmt in known for fmt in formats)
+        x = entry.load() if x is None and not is_known else x
+        statistics = (None if entry.statistics else payload.description(described) if described else
+                      payload.describe(x, mask))
         quality = {fmt: payload.quality_of(known[fmt]) if fmt in known else payload.quality(x, fmt, entry.axis, mask)
                    for fmt in formats}
         if not sides:

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import sys
+from collections import deque
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,16 +22,20 @@ from pyops import formats
 from pyops.errors import UserError, printable
 from pyops.inspect.choice import select
 from pyops.inspect.compare import TOP, parse_formats
+from pyops.inspect.known import Joint
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
 from pyops.inspect.statistics import decibels
 from pyops.inspect.tables import Column, cut, cut_name, finite, has_runs, name_of, number, print_skipped, worst_first, write
+from pyops.inspect.workers import is_worth_processes, workers
 from pyops.quantization import have_same_transform
 from pyops.training import watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pyops.formats import Format
+    from pyops.inspect.known import JointSlot
+    from pyops.inspect.workers import Map
 
 # product -> operands of the recipe and their saved tensors
 PRODUCTS = {'fwd': {'x': 'input', 'w': 'weight'}, 'dgrad': {'g': 'grad_output', 'w': 'weight'},
@@ -126,27 +131,78 @@ def _key(entry, layer):
             entry.group, entry.format if entry.origin == 'file' else '')
 
 
+class _Job(NamedTuple):
+    """A product to compute, perhaps in another process.
+
+    formats: () if it is known already;  masks: of the left operand's entries, () if its rows are summed over
+    failure: why it cannot be computed, '' if it can
+    """
+    pair: Pair
+    formats: tuple[Format | None, ...]
+    limit: int
+    masks: tuple[np.ndarray | None, ...]
+    accumulation: Accumulation | None
+    failure: str = ''
+
+
 def measure(pairs: Iterable[Pair], fmts: Sequence[Format | None], rows: int = ROWS,
             mask_of: Callable[[Entry], np.ndarray | None] = lambda entry: None,
-            progress: Callable[[Iterable[Pair]], Iterable[Pair]] = iter,
-            accumulation: Accumulation | None = None) -> tuple[list[Row], list[tuple[str, str]]]:
+            progress: Callable[[Iterable[Any]], Iterable[Any]] = iter, accumulation: Accumulation | None = None,
+            known: Joint | None = None, work: Map = map) -> tuple[list[Row], list[tuple[str, str]]]:
     """Compute every product in every pair of formats.  Return ([Row], [(file, reason)] of products that cannot be computed).
 
     Pairs of formats whose Hadamard transforms differ are left out: they do not cancel in the product, and no recipe has them.
     rows: most rows of a result that are computed, evenly spaced among those that are no padding; 0: all
     mask_of: returns an entry's padding, like Logs.mask
     accumulation: of the rounded products; None: sums in float64, as of the exact ones
+    known: products of earlier commands; receives the others
+    work: a map in order, such as the one of workers();  progress: wraps its results
     The operands of one product are in memory, with one rounded copy of the right one and the rows of the left one that are
     needed, in each format.
     """
-    found, skipped = [], []
-    for pair in progress(pairs):
-        try:
-            sums = _measure(pair, fmts, rows, mask_of, accumulation)
-            found += [Row(pair, key, one.statistics()) for key, one in sums.items()]
-        except LogError as error:
-            skipped.append((pair.entry.relative_path, str(error)))
+    found: list[Row] = []
+    skipped: list[tuple[str, str]] = []
+    keys = [key for key in itertools.product(fmts, fmts) if have_same_transform(*key) and (key != (None, None) or accumulation)]
+    about = f'{list(map(str, fmts))} {rows} {accumulation}'
+    sent: deque[tuple[Pair, Any, JointSlot | None]] = deque()            # what belongs to the results, in order
+
+    def jobs() -> Iterator[_Job]:
+        for pair in pairs:
+            masks: tuple[np.ndarray | None, ...] = ()
+            failure, slot, ready = '', None, None
+            try:
+                masks = tuple(map(mask_of, pair.left)) if pair.product != 'wgrad' else ()
+            except LogError as error:
+                failure = str(error)
+            if known and not failure:
+                slot = known.of((*pair.left, *pair.right), masks, f'{pair.product} {about}')
+                ready = slot.find()
+            sent.append((pair, ready, slot))
+            yield _Job(pair, () if ready else tuple(fmts), rows, masks, accumulation, failure)
+
+    for statistics, failure in progress(work(_measured, jobs())):
+        pair, ready, slot = sent.popleft()
+        if failure:
+            skipped.append((pair.entry.relative_path, failure))
+            continue
+        if slot and not ready:
+            slot.add(statistics)
+        found += [Row(pair, key, one) for key, one in zip(keys, ready or statistics, strict=True)]
     return found, skipped
+
+
+def _is_quick(job: _Job) -> bool:
+    return bool(job.failure) or not job.formats
+
+
+def _measured(job: _Job) -> tuple[list[dict[str, Any]], str]:
+    """Return the statistics of each pair of formats, in order, and why they are missing, '' if they are not."""
+    if _is_quick(job):
+        return [], job.failure
+    try:
+        return [one.statistics() for one in _measure(job).values()], ''
+    except LogError as error:
+        return [], str(error)
 
 
 def multiply(a: np.ndarray, b: np.ndarray, accumulation: Accumulation | None = None) -> np.ndarray:
@@ -167,11 +223,12 @@ def multiply(a: np.ndarray, b: np.ndarray, accumulation: Accumulation | None = N
     return total
 
 
-def _measure(pair, fmts, limit, mask_of, accumulation):
+def _measure(job):
     """Return {(format, format): _Sums}."""
+    pair, fmts, limit, masks, accumulation, _ = job
     left, right = _matrix(pair.left), _matrix(pair.right)
     along_left, along_right = _sum_axes(pair, left, right)
-    chosen = _chosen_rows(pair, len(left) if along_left else left.shape[1], limit, mask_of if along_left else None)
+    chosen = _chosen_rows(pair, len(left) if along_left else left.shape[1], limit, masks)
 
     def rows_of(fmt):                                           # (rows, n), n the axis that is summed over
         rounded = _rounded(left, fmt, along_left)
@@ -236,13 +293,13 @@ def _inputs_axis(weight):
     return 0 if weight.axis == 0 else 1
 
 
-def _chosen_rows(pair, count, limit, mask_of):
-    """Return the indices of the rows of the result to compute."""
+def _chosen_rows(pair, count, limit, masks):
+    """Return the indices of the rows of the result to compute.   masks: of the left operand's entries, if its rows are these"""
     rows = np.arange(count)
-    if mask_of:
-        masks = [(entry, mask_of(entry)) for entry in pair.left]
+    if masks:
         valid = [np.ones(math.prod(entry.shape[:-1]), bool) if mask is None
-                 else np.broadcast_to(mask, entry.shape)[..., 0].reshape(-1) for entry, mask in masks]
+                 else np.broadcast_to(mask, entry.shape)[..., 0].reshape(-1)
+                 for entry, mask in zip(pair.left, masks, strict=True)]
         rows = rows[np.concatenate(valid)]
     return rows if not limit or len(rows) <= limit else rows[np.arange(limit) * len(rows) // limit]
 
@@ -332,9 +389,15 @@ def run(options):
         names = ', '.join(options.products)
         raise UserError(f'{printable(options.logs)}: no linear layer has the operands of {names}{reason}; '
                         'save input, weight and grad_output, as --save-tensors does, or choose other layers')
-    rows, unread = measure(pairs, fmts, options.rows, logs.mask,
-                           lambda pairs: watch(pairs, len(pairs), 'products', 'products'),
-                           options.accumulate and Accumulation(*options.accumulate))
+    known = Joint(options.logs, 'products', __name__)
+    values = (math.prod(entry.shape) for pair in pairs for entry in pair.left + pair.right)
+    try:
+        with workers(0, len(pairs), is_worth_processes(values, 2 * len(fmts)), _is_quick) as work:
+            rows, unread = measure(pairs, fmts, options.rows, logs.mask,
+                                   lambda results: watch(results, len(pairs), 'products', 'products'),
+                                   options.accumulate and Accumulation(*options.accumulate), known, work)
+    finally:
+        known.save()                    # also after Ctrl-C: the same command goes on from there
     skipped = [*logs.skipped, *missing, *unread]
     if not rows:
         raise UserError(f'{printable(options.logs)}: none of {len(pairs)} products can be computed; {unread[-1][1]}')

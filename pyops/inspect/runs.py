@@ -18,7 +18,9 @@ import numpy as np
 
 from pyops.errors import UserError, printable
 from pyops.inspect.choice import select
+from pyops.inspect.known import Joint
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs, sort_key
+from pyops.inspect.pieces import in_parts, parts_of
 from pyops.inspect.tables import cannot_write, cut, cut_name, finite, print_skipped, write
 from pyops.training import watch
 
@@ -231,31 +233,31 @@ def difference(pair: Pair, mask: np.ndarray | None = None) -> Difference:
     if pair.reference.shape != pair.other.shape:
         return Difference(pair.run, pair.reference, math.inf, math.inf,
                           f'shapes {pair.reference.shape} and {pair.other.shape}')
-    x, y = pair.reference.load(), pair.other.load()
-    return Difference(pair.run, pair.reference, *_distance(x, y, mask))
+    valid = parts_of(mask, pair.reference.shape)
+    parts = ((x, y, valid(start, stop)) for start, stop, (x, y) in in_parts(pair.reference, pair.other))
+    return Difference(pair.run, pair.reference, *_distance(parts))
 
 
-def _distance(x, y, mask):
-    """Return (relative difference, largest difference) of two arrays of one shape."""
+def _distance(parts):
+    """Return (relative difference, largest difference) of two arrays from their parts: flat (x, y, mask or None)."""
     signal = error = largest = 0.0
-    valid = None if mask is None else np.broadcast_to(mask, x.shape).reshape(-1)
-    x, y = x.reshape(-1), y.reshape(-1)
-    for start in range(0, x.size, _TILE):
-        tile = slice(start, start + _TILE)
-        if np.array_equal(x[tile], y[tile]) and valid is None:          # the usual case; without NaN
-            a = x[tile].astype(np.float64)
-            signal += float(np.einsum('i,i', a, a)) if np.isfinite(a).all() else 0.0
-            continue
-        a, b = (array[tile] if valid is None else array[tile][valid[tile]] for array in (x, y))
-        both = np.isfinite(a) & np.isfinite(b)
-        if not both.all():
-            a, b, broken = a[both], b[both], (a[~both], b[~both])
-            if not np.array_equal(*broken, equal_nan=True):
-                return math.inf, math.inf
-        a = a.astype(np.float64)
-        e = a - b
-        signal, error = signal + float(np.einsum('i,i', a, a)), error + float(np.einsum('i,i', e, e))
-        largest = max(largest, float(np.abs(e).max(initial=0)))
+    for x, y, valid in parts:
+        for start in range(0, x.size, _TILE):
+            tile = slice(start, start + _TILE)
+            if np.array_equal(x[tile], y[tile]) and valid is None:          # the usual case; without NaN
+                a = x[tile].astype(np.float64)
+                signal += float(np.einsum('i,i', a, a)) if np.isfinite(a).all() else 0.0
+                continue
+            a, b = (array[tile] if valid is None else array[tile][valid[tile]] for array in (x, y))
+            both = np.isfinite(a) & np.isfinite(b)
+            if not both.all():
+                a, b, broken = a[both], b[both], (a[~both], b[~both])
+                if not np.array_equal(*broken, equal_nan=True):
+                    return math.inf, math.inf
+            a = a.astype(np.float64)
+            e = a - b
+            signal, error = signal + float(np.einsum('i,i', a, a)), error + float(np.einsum('i,i', e, e))
+            largest = max(largest, float(np.abs(e).max(initial=0)))
     relative = 0.0 if not error else math.sqrt(error / signal) if signal else math.inf
     return relative, largest
 
@@ -309,13 +311,20 @@ class Partings:
 
 
 def compare(runs: Runs, entries: Iterable[Entry], tolerance: float = TOLERANCE,
-            progress: Callable[[list[Pair]], Iterable[Pair]] = iter) -> tuple[Partings, list[Difference], Pairing, list[Any]]:
-    """Compare the entries of all runs with the first run.  Return (Partings, [Difference], Pairing, [(file, reason)])."""
+            progress: Callable[[list[Pair]], Iterable[Pair]] = iter,
+            known: Joint | None = None) -> tuple[Partings, list[Difference], Pairing, list[Any]]:
+    """Compare the entries of all runs with the first run.  Return (Partings, [Difference], Pairing, [(file, reason)]).
+    known: differences of earlier commands; receives the others"""
     partings, found, skipped = Partings(tolerance), [], []
     pairing = Pairing(runs.names[0])
     for pair in progress(pairing.add(entries)):
         try:
-            one = difference(pair, mask_of(runs, pair))
+            mask = mask_of(runs, pair)
+            slot = known.of((pair.reference, pair.other), (mask,)) if known else None
+            ready = slot.find() if slot else None
+            one = Difference(pair.run, pair.reference, *ready) if ready else difference(pair, mask)
+            if slot and not ready:
+                slot.add(list(one[2:]))
         except LogError as error:
             skipped.append((pair.reference.relative_path, str(error)))
             continue
@@ -373,8 +382,12 @@ def run(options: Any) -> int:
         if len(folders) < 2:
             print_skipped([*runs.skipped, *unread])
             return 0
-    partings, found, pairing, unread = compare(runs, entries, options.tolerance,
-                                               lambda pairs: watch(pairs, len(pairs), 'compare', 'pairs'))
+    known = Joint(folders[0].folder, 'differences', __name__)
+    try:
+        partings, found, pairing, unread = compare(runs, entries, options.tolerance,
+                                                   lambda pairs: watch(pairs, len(pairs), 'compare', 'pairs'), known)
+    finally:
+        known.save()                    # also after Ctrl-C: the same command goes on from there
     skipped = [*runs.skipped, *unread]
     for name in runs.names[1:]:
         if not any(one.run == name for one in found):
@@ -409,7 +422,7 @@ def _check_page(folder):
 
 def _write_page(folder, runs, entries, partings):
     from pyops.inspect import page
-    from pyops.inspect.draw import workers
+    from pyops.inspect.workers import workers
     with workers(0, len(entries)) as work:
         page.write(runs, folder, entries=entries, partings=parting_data(runs, partings),
                    work=lambda function, tasks: watch(work(function, tasks), len(entries), 'index.html'))

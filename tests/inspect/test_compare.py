@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -255,6 +256,21 @@ def test_slow_work_shows_its_progress_on_stderr(dump, run, monkeypatch):
     status, out, err = run(dump, '--formats', 'bf16')
     assert (status, out) == quick[:2] and len(err.splitlines()) > 3
     assert all(re.fullmatch(r'compare \[\d+/75\] \([\d.]+ tensors/s, \d\d:\d\d left\)', line) for line in err.splitlines())
+
+
+@pytest.mark.parametrize('command', ['compare', 'products'])
+def test_processes_have_the_same_results(dump, command, capsys, monkeypatch):
+    def document():
+        with pytest.raises(SystemExit):
+            __main__.main(['inspect', command, str(dump), '--formats', 'mxfp4,bf16', '--json'])
+        return capsys.readouterr().out
+    monkeypatch.setenv('PYOPS_CACHE', '0')
+    one, pools = document(), []
+    monkeypatch.setattr('os.sched_getaffinity', lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr('pyops.inspect.workers._START', 0)
+    real = ProcessPoolExecutor
+    monkeypatch.setattr('concurrent.futures.ProcessPoolExecutor', lambda *given: pools.append(given[0]) or real(*given))
+    assert document() == one and pools == [2]
 
 
 def test_bad_input_is_one_line_that_says_what_to_do(dump, run, tmp_path):

@@ -213,3 +213,51 @@ def test_the_server_shows_the_measures_of_earlier_commands(dump, loaded, monkeyp
     assert measured() == first and loaded == []
     monkeypatch.setattr(known_measures.library, 'build', lambda: 'another build of the kernels')
     assert measured() == first and len(loaded) == 26
+
+
+def document(capsys, *arguments):
+    """Return what `pyops inspect ... --json` prints."""
+    with pytest.raises(SystemExit):
+        __main__.main(['inspect', *map(str, arguments), '--json'])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_products_are_computed_once_until_one_of_their_files_changes(dump, loaded, capsys):
+    def found(*more):
+        return document(capsys, 'products', dump, '--formats', 'mxfp4,none', *more)
+    first = found()
+    assert len(loaded) == 12 and len(first['products']) == 18          # both operands of three products of two layers
+    loaded.clear()
+    assert found() == first and loaded == []
+    assert found('--rows', '3') != first and len(loaded) == 12
+    loaded.clear()
+    weight = next(path for path in dump.iterdir() if path.name.endswith('_weight.safetensors'))
+    os.utime(weight, (PAST + 1, PAST + 1))
+    assert found() == first and len(loaded) == 4                       # fwd and dgrad of this layer
+
+
+def test_differences_of_runs_are_computed_once_until_one_of_their_files_changes(dump, tmp_path, loaded, capsys):
+    make_dump(tmp_path / 'other', steps=(0,), seed=1)
+    settle(*(tmp_path / 'other').iterdir())
+    first = document(capsys, 'runs', dump, tmp_path / 'other')
+    assert len(loaded) == 50
+    loaded.clear()
+    assert document(capsys, 'runs', dump, tmp_path / 'other') == first and loaded == []
+    changed = next(path for path in (tmp_path / 'other').iterdir() if path.name.endswith('_weight.safetensors'))
+    os.utime(changed, (PAST + 1, PAST + 1))
+    assert document(capsys, 'runs', dump, tmp_path / 'other') == first and len(loaded) == 2
+
+
+def test_draw_reads_only_what_has_pictures_when_the_rest_is_known(dump, tmp_path, loaded):
+    pytest.importorskip('matplotlib', reason='matplotlib is not installed: pip install matplotlib')
+    from pyops.inspect.draw import Options, draw
+    options = Options(formats='mxfp4,hifp8', limit=1, sentences=0, jobs=1, dpi=40, page=False)
+    first = draw(dump, tmp_path / 'first', options)
+    assert len(loaded) == 26
+    loaded.clear()
+    assert draw(dump, tmp_path / 'second', options) == first and len(loaded) == 1
+    for path in sorted((tmp_path / 'first').rglob('*.*')):
+        assert path.read_bytes() == (tmp_path / 'second' / path.relative_to(tmp_path / 'first')).read_bytes(), path.name
+    loaded.clear()
+    draw(dump, tmp_path / 'first', Options(formats='mxfp8', limit=1, sentences=0, jobs=1, dpi=40, page=False))
+    assert len(loaded) == 26

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from pyops.__main__ import main
 from pyops.errors import UserError
-from pyops.inspect import runs
+from pyops.inspect import pieces, runs
 from pyops.inspect.runs import Named, Runs
 
 
@@ -90,7 +90,7 @@ def test_differences_equal_numpy_without_padding(pair, capsys):
     ([1, np.nan, 2], [1, np.nan, 2], 0), ([1, np.inf, 3], [1, np.inf, 4], 1 / np.sqrt(10)), ([1, np.inf], [1, -np.inf], np.inf),
     ([1, np.nan], [1, 2], np.inf), ([0, 0], [0, 1e-30], np.inf), ([0, 0], [0, -0.0], 0), ([], [], 0)])
 def test_numbers_that_are_not_finite(a, b, relative):
-    got = runs._distance(np.array(a, np.float32), np.array(b, np.float32), None)[0]
+    got = runs._distance([(np.array(a, np.float32), np.array(b, np.float32), None)])[0]
     assert got == relative or abs(got - relative) <= 1e-12
 
 
@@ -99,9 +99,26 @@ def test_large_tensors_are_compared_as_a_whole():
     x = rng.standard_normal((3, 70_000)).astype(np.float32)
     y = x.copy()
     y[1] += rng.standard_normal(70_000).astype(np.float32)
-    got, largest = runs._distance(x, y, None)
+    got, largest = runs._distance([(x.reshape(-1), y.reshape(-1), None)])
     a, b = x.astype(np.float64), y.astype(np.float64)
     assert abs(got - np.sqrt(((a - b) ** 2).sum() / (a ** 2).sum())) <= 1e-12 and largest == np.abs(a - b).max()
+
+
+def test_large_tensors_are_read_piece_by_piece(tmp_path, monkeypatch):
+    rng = np.random.default_rng(2)
+    for name in 'ab':
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / 'x.npy', rng.standard_normal((40, 3, 70)).astype(np.float32))
+    together = Runs(runs.named(str(tmp_path / name) for name in 'ab'))
+    pair, = runs.Pairing('a').add(together.entries)
+    masks = [None] + [rng.random(shape) < 0.7 for shape in ((40, 3, 1), (3, 1), (40, 1, 1), (40, 3, 70), (1, 1, 1))]
+    whole = [runs.difference(pair, mask) for mask in masks]
+    assert len({one.relative for one in whole}) >= 5 and all(one.relative > 1 for one in whole[:5])
+    monkeypatch.setattr(pieces, 'PIECE', 1000)
+    monkeypatch.setattr(type(pair.reference), 'load', lambda entry: pytest.fail('the whole tensor was read'))
+    for mask, want in zip(masks, whole, strict=True):
+        got = runs.difference(pair, mask)
+        assert abs(got.relative - want.relative) <= 1e-12 * want.relative and got.max_error == want.max_error
 
 
 def test_loss_and_sentences_part(pair, capsys):

@@ -66,8 +66,8 @@ def title_of(entry):
     return f'{style.plain(entry.layer)}  ·  {style.plain(entry.name)}'
 
 
-def analyse(entry, x, mask, formats):
-    """Return the Analysis of x, the tensor of a logs.Entry.  mask: bool, False at padding, or None."""
+def analyse(entry, x, mask, formats, known=None):
+    """Return the Analysis of x, the tensor of a logs.Entry.  mask: bool, False at padding, or None;  known: as for `measure`"""
     x = np.atleast_1d(np.asarray(x, np.float32))            # a scalar is drawn as a vector with one element
     values = numbers.valid(x, mask)
     is_heads = entry.layer_type == 'attention' and x.ndim == 4
@@ -80,7 +80,8 @@ def analyse(entry, x, mask, formats):
     matrix = view.of(x) if hidden is None else np.where(hidden, 0, view.of(x))
     rows, columns = numbers.patch_of(matrix)
     sampled = numbers.sample(values)
-    rounded = [_round(x, mask, fmt, axis_of(entry, x), view, cover, (rows, columns), sampled) for fmt in formats]
+    rounded = [_round(x, mask, fmt, axis_of(entry, x.ndim), view, cover, (rows, columns), sampled, (known or {}).get(str(fmt)))
+               for fmt in formats]
     return Analysis(
         title=title_of(entry), subtitle=subtitle_of(entry), kind=style.kind_of(entry.operation, entry.name),
         format='fp32' if entry.fmt is None else str(entry.fmt), shape=x.shape,
@@ -93,19 +94,20 @@ def analyse(entry, x, mask, formats):
         patch_cover=None if cover is None else np.array(cover[rows, columns]), rounded=rounded)
 
 
-def measure(entry, x, mask, formats):
-    """Return (counts of binades, statistics, {format: quantization}) of a tensor without plots."""
-    x = np.atleast_1d(np.asarray(x, np.float32))
-    losses = {str(fmt): statistics.quantization(x, fmt, axis_of(entry, x), mask) for fmt in formats}
+def measure(entry, x, mask, formats, known=None):
+    """Return (counts of binades, statistics, {format: quantization}) of a tensor without plots.
+    known: {text of a format: quantization}, computed if missing"""
+    x, known = np.atleast_1d(np.asarray(x, np.float32)), known or {}
+    losses = {str(fmt): known.get(str(fmt)) or statistics.quantization(x, fmt, axis_of(entry, x.ndim), mask) for fmt in formats}
     return numbers.binades(numbers.valid(x, mask)), entry.statistics or statistics.describe(x, mask), losses
 
 
-def axis_of(entry, x):
-    """Return the axis of the blocks, or the last one if the entry has no valid axis."""
-    return entry.axis if isinstance(entry.axis, int) and -x.ndim <= entry.axis < x.ndim else -1
+def axis_of(entry, ndim):
+    """Return the axis of the blocks, or the last one of so many if the entry has no valid axis."""
+    return entry.axis if isinstance(entry.axis, int) and -ndim <= entry.axis < ndim else -1
 
 
-def _round(x, mask, fmt, axis, view, cover, window, sampled):
+def _round(x, mask, fmt, axis, view, cover, window, sampled, known):
     q = number_formats.fake_quantize(x, fmt, axis)
     with np.errstate(invalid='ignore', over='ignore'):
         error = view.of(q - x)
@@ -131,7 +133,7 @@ def _round(x, mask, fmt, axis, view, cover, window, sampled):
         exponents = (math.log2(amax / fmt.target),) * 3
     q_sampled = numbers.sample(numbers.valid(q, mask))
     error = numbers.shrink(error if cover is None else np.where(cover > 0, 0, error))
-    return FormatAnalysis(fmt, statistics.quantization(x, fmt, axis, mask), error, scales, scale_cover, exponents,
+    return FormatAnalysis(fmt, known or statistics.quantization(x, fmt, axis, mask), error, scales, scale_cover, exponents,
                           np.array(view.of(q)[window]), numbers.relative_errors(sampled, q_sampled))
 
 
