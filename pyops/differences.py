@@ -9,6 +9,7 @@ and with their references in float64 for the differences.  An op class provides 
                                     normal(*shape) draws random numbers.  The check covers the gradient of each float32 array;
                                     other arrays are constants
 """
+import functools
 import inspect
 import math
 import operator
@@ -61,11 +62,17 @@ class Double(np.ndarray):
 
 def settings_of(op):
     """Return the attributes of an op instance that its reference takes as arguments, by name."""
-    named = inspect.signature(op.reference).parameters
+    named = _names(type(op))
     return {name: value for name, value in vars(op).items() if name in named}
 
 
-def _double(x):
+@functools.cache
+def _names(op):
+    """Return the names of the arguments of an op's reference."""
+    return frozenset(inspect.signature(op.reference).parameters)
+
+
+def as_double(x):
     """Convert a Tensor to an array for the references: float32 to float64, int32 unchanged.  Other values are unchanged."""
     if not isinstance(x, Tensor):
         return x
@@ -73,8 +80,8 @@ def _double(x):
     return x.astype(np.float64) if x.dtype == np.float32 else x
 
 
-def in_float64(op, inputs, constants):
-    """Apply the float64 reference of op; replaces `apply` during differences.  A comparison is a function of `operator`."""
+def formula_of(op, constants):
+    """Return the float64 reference of op and its named arguments.   RuntimeError if it has none"""
     kind = op if isinstance(op, type) else type(op)
     reference = op if isinstance(op, BuiltinFunctionType) else getattr(kind, 'reference', None)
     if reference is None:
@@ -82,10 +89,15 @@ def in_float64(op, inputs, constants):
                            'called with arrays as the op is, or pass float32=True')
     if reference is not op and kind is not op:
         constants = settings_of(op) | constants
-    constants = {name: value for name, value in constants.items() if name != 'name'}        # of the op, for plans
+    return reference, {name: value for name, value in constants.items() if name != 'name'}      # of the op, for plans
+
+
+def in_float64(op, inputs, constants):
+    """Apply the float64 reference of op; replaces `apply` during differences.  A comparison is a function of `operator`."""
+    reference, constants = formula_of(op, constants)
     if op in _LOGICAL:                  # masks are stored as floats, which numpy's bit operations reject
         inputs = [x.array.numpy().astype(bool) if isinstance(x, Tensor) and x.array.dtype.kind in 'bf' else x for x in inputs]
-    y = reference(*map(_double, inputs), **{name: _double(value) for name, value in constants.items()})
+    y = reference(*map(as_double, inputs), **{name: as_double(value) for name, value in constants.items()})
     return tuple(map(_result, y)) if isinstance(y, tuple) else _result(y)
 
 

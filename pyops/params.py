@@ -20,7 +20,7 @@ from pyops.backend import library
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
 
     from pyops.distributed import Shares
     from pyops.typing import Array, Init, Shape
@@ -132,6 +132,10 @@ class Parameters:
         """Yield each parameter: its name, (index of its first element in the flat buffers, shape), and its `touched`."""
         for name, place in self._places.items():
             yield name, place, self[name].touched
+
+    def places(self) -> ItemsView[str, tuple[int, Shape]]:
+        """Return (name, (index of its first element in the flat buffers, shape)) of each parameter."""
+        return self._places.items()
 
     def view(self, flat: Array, name: str) -> Any:
         """Return the part of a flat buffer that belongs to parameter `name`, in its shape."""

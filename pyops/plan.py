@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import json
 import math
+import operator
 import os
 import time
 import weakref
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from pyops.params import Parameters
     from pyops.typing import Array, PathLike
 
+_NBYTES = operator.attrgetter('nbytes')
 _LAYOUT = ('shape', 'strides')      # size arguments of strided kernels, whose arrays are in host memory
 
 
@@ -218,11 +221,7 @@ class Plan:
                 self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
                 if flat.size != params.values.size:         # the moments of a share
                     continue
-                for name in params:
-                    part = params.view(flat, name)
-                    tensor = PlanTensor(name + suffix, part.shape, part.dtype, kind)
-                    self._named[location(part), part.shape] = tensor
-                    self._parts.append((location(part), location(part) + part.nbytes, tensor))
+                self._know_parts(params, flat, suffix, kind)
             if params.touched is not None:
                 self._know_touched(params)
             if params.rounded is not None:
@@ -233,6 +232,14 @@ class Plan:
             start = location(array)
             kind = 'mapped' if isinstance(array, np.memmap) else 'input'
             self._regions.append((start, start + array.nbytes, PlanTensor(name, array.shape, array.dtype, kind)))
+
+    def _know_parts(self, params, flat, suffix, kind):
+        """Name the parts of a flat buffer that belong to the parameters."""
+        first, item = location(flat), flat.dtype.itemsize
+        for name, (start, shape) in params.places():
+            low, tensor = first + item * start, PlanTensor(name + suffix, tuple(shape), flat.dtype, kind)
+            self._named[low, tensor.shape] = tensor
+            self._parts.append((low, low + tensor.nbytes, tensor))
 
     def _know_touched(self, params):
         """Name the `touched` words of sparse gradients; they count as gradients."""
@@ -249,11 +256,7 @@ class Plan:
         flat = params.rounded
         whole = PlanTensor('parameters_rounded', flat.shape, flat.dtype, 'parameter')
         self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
-        for name in params:
-            part = params.view(flat, name)
-            tensor = PlanTensor(f'{name}_rounded', part.shape, part.dtype, 'parameter')
-            self._named[location(part), part.shape] = tensor
-            self._parts.append((location(part), location(part) + part.nbytes, tensor))
+        self._know_parts(params, flat, '_rounded', 'parameter')
 
     # ---- recording ---------------------------------------------------------------------------------
 
@@ -286,19 +289,20 @@ class Plan:
 
     def _allocate(self, shape, dtype, name, kind):
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
-        nbytes = -(-max(math.prod(shape) * np.dtype(dtype).itemsize, 1) // backend.ALIGN) * backend.ALIGN
+        dtype = np.dtype(dtype)
+        nbytes = -(-max(math.prod(shape) * dtype.itemsize, 1) // backend.ALIGN) * backend.ALIGN
         self._asked += nbytes
         # Best fit; a block more than twice as large stays free for a larger array.
         fits = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
         if fits:
-            block = min(fits, key=lambda b: b.nbytes)
-            self._free = [b for b in self._free if b is not block]
+            block = min(fits, key=_NBYTES)
+            self._free.remove(block)
         else:
             block = self._device.block(nbytes)
             i = bisect.bisect(self._starts, block.address)
             self._starts.insert(i, block.address)
             self._blocks.insert(i, block)
-        self._live[block.address] = PlanTensor(name, shape, np.dtype(dtype), kind)
+        self._live[block.address] = PlanTensor(name, shape, dtype, kind)
         self._allocated.append(block)
         # no reuse for an array computed once: it must outlive the step
         return self._device.lease(block, shape, dtype, None if self._once else self._returned)
@@ -339,14 +343,15 @@ class Plan:
         self._free.append(block)
 
     def _record(self, kernel, values):
-        arguments = library.cpu().functions['pyops_' + kernel].arguments
-        tensors = {a.name: self._tensor(v, f'{kernel}.{a.name}') for a, v in zip(arguments, values, strict=False)
-                   if a.pointer and v is not None and a.name not in _LAYOUT}
-        self.actions.append(Action(kernel, tuple(self._keep(v) for v in values), tensors, self._once))
+        tensors, kept = {}, list(values)
+        for i, name in _pointers(kernel):
+            if kept[i] is not None:
+                tensors[name], kept[i] = self._argument(kept[i], kernel, name)
+        self.actions.append(Action(kernel, tuple(kept), tensors, self._once))
         return self._runs_while_recorded or self._once
 
     def _call(self, name, function, inputs, outputs):
-        tensors = [{key: self._tensor(array, f'{name}.{key}') for key, array in side.items()} for side in (inputs, outputs)]
+        tensors = [{key: self._argument(array, name, key)[0] for key, array in side.items()} for side in (inputs, outputs)]
         self.actions.append(HostAction(name, function, *tensors, inputs | outputs, self._once))
         return self._runs_while_recorded or self._once
 
@@ -364,41 +369,31 @@ class Plan:
                 return Part(tensor, (start - low) // tensor.dtype.itemsize, array.shape)
         return None
 
-    def _keep(self, value):
-        """Return a form of an argument that an action can hold: a _Reference for an array of the plan, since a reference to the
-        array would keep its block from being reused; any other value itself."""
-        if not backend.is_array(value):
-            return value
-        block = self._block_of(value)
-        return value if block is None else _Reference(block, location(value), backend.byte_strides(value), value.dtype)
-
-    def _block_of(self, array):
-        start = location(array)
+    def _argument(self, array, kernel, name):
+        """Return the PlanTensor of an argument, and the form in which an action holds it: a _Reference for an array of the
+        plan, since a reference to the array would keep its block from being reused; any other array itself."""
+        start, shape = location(array), array.shape
         i = bisect.bisect(self._starts, start) - 1
         if i >= 0 and start < self._starts[i] + self._blocks[i].nbytes:
-            return self._blocks[i]
-        return None
-
-    def _tensor(self, array, fallback):
-        start, shape = location(array), array.shape
-        if (start, shape) in self._named:
-            return self._named[start, shape]
-        base = None
-        block = self._block_of(array)
-        if block is not None:
+            block = self._blocks[i]
             base = self._live[block.address]
-        else:
-            inside = [tensor for low, high, tensor in self._regions if low <= start < high and tensor.shape == shape]
-            joined = self._joined(start, start + array.nbytes)
-            if joined and not inside:
-                return PlanTensor(joined[0], shape, array.dtype, joined[1].kind, joined[1])
-            inside += [tensor for low, high, tensor in self._parts + self._regions if low <= start < high]
-            base = inside[0] if inside else None
-        if base is None:
-            return PlanTensor(fallback, shape, array.dtype, 'input')
-        if base.shape == shape:
-            return base
-        return PlanTensor(f'{base.name}_view', shape, array.dtype, base.kind, base)
+            tensor = base if base.shape == shape else PlanTensor(f'{base.name}_view', shape, array.dtype, base.kind, base)
+            return tensor, _Reference(block, start, backend.byte_strides(array), array.dtype)
+        tensor = self._named.get((start, shape)) or self._part_of_a_region(array, start)
+        return tensor or PlanTensor(f'{kernel}.{name}', shape, array.dtype, 'input'), array
+
+    def _part_of_a_region(self, array, start):
+        """Return the PlanTensor of an array in a buffer that outlives the step; None if it is in none."""
+        shape = array.shape
+        owners = [tensor for low, high, tensor in self._regions if low <= start < high]
+        inside = [tensor for tensor in owners if tensor.shape == shape]
+        joined = self._joined(start, start + array.nbytes)
+        if joined and not inside:
+            return PlanTensor(joined[0], shape, array.dtype, joined[1].kind, joined[1])
+        inside = inside or [tensor for low, high, tensor in self._parts if low <= start < high] or owners
+        if not inside or inside[0].shape == shape:
+            return inside[0] if inside else None
+        return PlanTensor(f'{inside[0].name}_view', shape, array.dtype, inside[0].kind, inside[0])
 
     def _joined(self, start, end):
         """Return (name, PlanTensor of the region) if a memory range consists of several adjacent parameters or gradients: their
@@ -700,12 +695,21 @@ class _Reference(NamedTuple):
     dtype: np.dtype
 
 
+@functools.cache
+def _pointers(kernel):
+    """Return (number, name) of each argument of a kernel that is an array, except shapes, strides and the stream."""
+    arguments = library.cpu().functions['pyops_' + kernel].arguments[:-1]
+    return tuple([(i, a.name) for i, a in enumerate(arguments) if a.pointer and a.name not in _LAYOUT])
+
+
 def _ignore(block):
     """Do nothing with the block of a plan that is gone."""
 
 
 def _address(device, value):
     """Return a value of an action on a device as an integer: arrays as their address."""
+    if type(value) is int or type(value) is float:          # the usual case
+        return value
     if value is None:
         return 0
     if isinstance(value, _Reference):

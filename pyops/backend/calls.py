@@ -1,4 +1,5 @@
 """A recorded list of kernel calls in the memory layout of pyops_replay."""
+import functools
 import time
 
 import numpy as np
@@ -17,6 +18,21 @@ class Queued:
         self._function()
 
 
+@functools.cache
+def _floats(kernel):
+    """Return the numbers of the arguments of a kernel that are float."""
+    arguments = library.cpu().functions[f'pyops_{kernel}'].arguments
+    return [i for i, argument in enumerate(arguments) if argument.type == 'float' and not argument.pointer]
+
+
+def _words(values):
+    """Return integers as int64, those of 2^63 or more in two's complement: addresses with a mark, and numbers of uint64_t."""
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        return np.array([(int(value) + 2**63) % 2**64 - 2**63 for value in values], np.int64)
+
+
 class Calls:
     """A list of kernel calls on a device.  calls: (kernel, values) for each call, values in the order of the header, arrays as
     addresses; or (name, function) for a Python function between kernels.
@@ -25,26 +41,25 @@ class Calls:
     """
 
     def __init__(self, calls, device):
-        ffi, _, functions = library.cpu()
+        ffi = library.cpu().ffi
         self._device, self.kernels = device, [kernel for kernel, _ in calls]
         self._functions = {i: values for i, (_, values) in enumerate(calls) if callable(values)}
-        self._values = ffi.new('pyops_value[]', max(sum(len(values) for _, values in calls if not callable(values)), 1))
         self._list = ffi.new('pyops_action[]', max(len(calls), 1))
         self._seconds, self._at = ffi.new('double[]', max(len(calls), 1)), ffi.new('int64_t *')
-        at = 0
+        words, floats = [], []
         for i, (kernel, values) in enumerate(calls):
             if i in self._functions:
                 continue
             self._list[i].kernel = self._number(f'pyops_{kernel}'.encode())
-            self._list[i].first_value = at
-            for argument, value in zip(functions[f'pyops_{kernel}'].arguments, values, strict=False):
-                if argument.pointer:
-                    self._values[at].pointer = ffi.cast('void *', value)
-                elif argument.type == 'float':
-                    self._values[at].real = value
-                else:                               # two's complement: a uint64_t of 2^63 or more becomes negative
-                    self._values[at].integer = (int(value) + 2**63) % 2**64 - 2**63
-                at += 1
+            self._list[i].first_value = first = len(words)
+            words += values
+            for place in _floats(kernel):
+                floats.append((first + place, values[place]))
+                words[first + place] = 0
+        self._values = ffi.new('pyops_value[]', max(len(words), 1))
+        ffi.memmove(self._values, _words(words), 8 * len(words))
+        for place, value in floats:
+            self._values[place].real = value
 
     def run(self, first=0, last=None, repeated=False):
         """Run the calls [first, last).  An exception of a kernel names the call that failed.

@@ -51,6 +51,15 @@ class Buffer:
         self.owner = self.pointer = None
 
 
+class Block(Buffer):
+    """A Buffer of a plan, which asks for its address many times."""
+    __slots__ = ('address',)
+
+    def __init__(self, device, owner, pointer=None):
+        super().__init__(device, owner, pointer)
+        self.address = device.address(owner)
+
+
 def _converting_call(function, count, converters):
     """Return a function (stream, *values) that converts these values and calls `function`.  It is compiled from its text: a
     loop over the arguments takes as long as a small kernel."""

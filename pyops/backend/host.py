@@ -1,7 +1,6 @@
 """The CPU: memory shared with numpy, kernel launches through cffi, and replay."""
 import math
 import os
-import weakref
 
 import _cffi_backend
 import numpy as np
@@ -10,7 +9,7 @@ from pyops import CPU_PRECISIONS, PRECISIONS
 from pyops.backend import library, state
 from pyops.backend.arrays import ALIGN, Array, as_shape, location
 from pyops.backend.calls import Calls
-from pyops.backend.device import DTYPES, ERRORS, Buffer, Device, not_compact, wrong_dtype
+from pyops.backend.device import DTYPES, ERRORS, Block, Buffer, Device, not_compact, wrong_dtype
 from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations, layout, suffix_of, truth_of
 from pyops.backend.pool import LEAST, Pool
 
@@ -175,13 +174,10 @@ class Host(Device):
     # ---- record and replay
 
     def block(self, nbytes):
-        return Buffer(self, self.zeros(nbytes, _BYTE))
+        return Block(self, self.zeros(nbytes, _BYTE))
 
     def lease(self, block, shape, dtype, give_back):
-        lease = _Lease(block, shape, dtype)
-        if give_back:
-            weakref.finalize(lease, give_back, block)
-        return np.asarray(lease)
+        return np.asarray(_Lease(block, shape, dtype, give_back))
 
     def view(self, block, address, shape, dtype, strides):
         return np.ndarray(shape, dtype, block.owner, address - block.address, strides)
@@ -191,12 +187,17 @@ class Host(Device):
 
 
 class _Lease:
-    """The base object of an array over a block, deleted with the last view of the array."""
+    """The base object of an array over a block, deleted with the last view of the array: then it gives the block back."""
+    __slots__ = 'block', 'give_back', '__array_interface__'
 
-    def __init__(self, block, shape, dtype):
-        self.block = block
+    def __init__(self, block, shape, dtype, give_back):
+        self.block, self.give_back = block, give_back
         self.__array_interface__ = {'version': 3, 'data': (block.address, False), 'shape': tuple(shape),
                                     'typestr': np.dtype(dtype).str}
+
+    def __del__(self):
+        if self.give_back:
+            self.give_back(self.block)
 
 
 class SmallBuffer(Buffer):

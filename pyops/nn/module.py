@@ -286,7 +286,7 @@ class Module:
     def members(self) -> Iterator[tuple[str, Parameter | Module]]:
         """Yield (name, Parameter or Module) for each direct member."""
         for name, value in vars(self).items():
-            if name not in ('_parent', '_hooks'):
+            if type(value) not in _VALUES and name not in ('_parent', '_hooks'):
                 yield from _members(name, value)
 
     def root(self) -> Module:
@@ -772,6 +772,9 @@ def _float32(values: Any) -> np.ndarray:
     if found.dtype.kind not in 'biuf':
         raise TypeError(f'expected real numbers, got {type(values).__name__} of {found.dtype}')
     return np.array(found, np.float32)
+
+
+_VALUES = frozenset((bool, int, float, str, type(None)))        # of most attributes: none of them is a member
 
 
 def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:

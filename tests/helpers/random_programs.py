@@ -20,12 +20,11 @@ from places import ON_GPU, get, put
 from pyops import backend, nn, optim
 from pyops.autograd import Tensor
 from pyops.autograd.mode import interpreted_by
-from pyops.backend import library
 from pyops.data.batches import gather
-from pyops.differences import in_float64
+from pyops.differences import as_double, formula_of, in_float64
 from pyops.fit import History
 from pyops.ndarray import as_ndarray
-from pyops.plan import _Reference
+from pyops.plan import _pointers, _Reference
 from pyops.steps import Steps
 
 SAMPLES, TOKENS, NUMBERS = 40, 11, 40           # samples of a data set; different tokens; numbers of a program
@@ -228,6 +227,7 @@ class Training:
         self.labels = put(rng.integers(0, program.classes or 2, (SAMPLES, 1)).astype(np.int32))
         self.one = put(np.ones((), np.float32))
         self.batches = [rng.integers(0, SAMPLES, size) for size in program.sizes]
+        self.first = None           # loss and gradient of the first step without a plan
 
     def loss(self, rows):
         if self.program.layers[0][0] == 'Embedding':
@@ -239,10 +239,17 @@ class Training:
             return nn.MSELoss()(y, Tensor(as_ndarray(gathered(self.x, self.numbers, rows)))[:, :1])
         return nn.CrossEntropyLoss()(y, Tensor(as_ndarray(gather(self.labels, rows, name='labels').reshape(-1))))
 
-    def step(self, rows):
+    def gradient(self, rows):
+        """Return the loss of a batch; its gradient is in the parameters."""
         self.params.zero_grads()
         loss = self.loss(rows)
         loss.backward(Tensor(as_ndarray(self.one)))
+        if self.first is None and not backend.is_recorded():
+            self.first = loss.item(), get(self.params.grads).astype(np.float64)
+        return loss
+
+    def step(self, rows):
+        loss = self.gradient(rows)
         self.optimizer.step()
         self.history.add(loss.device.kernel_array(loss.array).reshape(1), None, self.optimizer.norm)
 
@@ -283,7 +290,10 @@ class Trained:
         self.training = Training(program)
         self.steps = self.training.steps()
         self._start = [(array, put(get(array).copy())) for array in self.training.changing()]
-        self.other = put(np.arange((5, SAMPLES)[program.seed % 2]))         # rows of another batch size
+        sizes, unused = set(program.sizes), {5, SAMPLES}.difference(program.sizes)
+        # Rows of another batch size: the second of the program, if it has two.
+        self.other = put(next((rows for rows in self.training.batches if len(rows) != program.sizes[0]), None)
+                         if len(sizes) > 1 else np.arange(sorted(unused)[program.seed % len(unused)]))
 
     def at_the_start(self):
         """Return the Training as it was before all steps."""
@@ -339,13 +349,14 @@ def spread(plan):
         if id(tensor) not in blocks:
             blocks[id(tensor)] = device.block(value.block.nbytes)
         block = blocks[id(tensor)]
-        return value._replace(block=block, address=value.address - value.block.address + block.address)
+        return _Reference(block, value.address - value.block.address + block.address, value.strides, value.dtype)
     found.actions = []
     for action in plan.replayed:
-        names = [argument.name for argument in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
-        found.actions.append(action._replace(values=tuple([
-            moved(action.tensors[name], value) if isinstance(value, _Reference) else value
-            for name, value in zip(names, action.values, strict=False)])))
+        values = list(action.values)
+        for i, name in _pointers(action.kernel):
+            if isinstance(values[i], _Reference):
+                values[i] = moved(action.tensors[name], values[i])
+        found.actions.append(action._replace(values=tuple(values)))
     found._compile()
     return found
 
@@ -407,12 +418,11 @@ def difference_from_the_cpu(program):
 
 def difference_from_float64(training):
     """Compare loss and gradient of the first step of a Training with float64.  Return text about a difference, or None."""
-    rows, params = training.batches[0], training.params
-    params.zero_grads()
-    loss = training.loss(rows)
-    loss.backward()
-    got, gradient = loss.item(), params.grads.astype(np.float64)
-    exact = _in_float64(training, rows)
+    if training.first is None:
+        training.gradient(training.batches[0])
+    got, gradient = training.first
+    formula = Formula(training, training.batches[0])
+    exact = formula.loss
     if not abs(got - exact) <= LOSS_TOLERANCE * max(abs(exact), 1):
         return f'float64: the loss is {got:.8g}, expected {exact:.8g}'
     directions = {'a random direction': np.random.default_rng(0).choice([-1.0, 1.0], gradient.shape),
@@ -422,7 +432,7 @@ def difference_from_float64(training):
         # loss within the smallest step, the last two sizes disagree, and none can tell.
         errors = []
         for step in DERIVATIVE_STEPS:
-            errors.append(_derivative_error(training, rows, gradient, direction * step))
+            errors.append(_derivative_error(training.params, formula, gradient, direction * step))
             if abs(errors[-1]) <= DERIVATIVE_TOLERANCE:
                 break
         else:
@@ -431,21 +441,57 @@ def difference_from_float64(training):
     return None
 
 
-def _derivative_error(training, rows, gradient, step):
+def _derivative_error(params, formula, gradient, step):
     """Return the error of the derivative in a direction, as a share of the largest that the norm of the gradient allows."""
-    values, kept, losses = training.params.values, training.params.values.copy(), []
+    kept, losses = params.values.copy(), []
     above, below = ((kept + sign * step).astype(np.float32) for sign in (1, -1))
     for point in (above, below):
-        values[...] = point
-        losses.append(_in_float64(training, rows))
-    values[...] = kept
+        params.values[...] = point
+        losses.append(formula.again())
+    params.values[...] = kept
     moved = above.astype(np.float64) - below
     return (gradient @ moved - (losses[0] - losses[1])) / (np.linalg.norm(gradient) * np.linalg.norm(moved) + 1e-12)
 
 
-def _in_float64(training, rows):
-    with interpreted_by(in_float64):
-        return float(np.asarray(training.loss(rows).array))
+class Formula:
+    """The loss of a batch in float64: the formulas of the ops, listed once, since the layers take longer than they.
+
+    loss: at the parameters of that time;  again(): at the present ones.  Other Tensors keep their values
+    """
+
+    def __init__(self, training, rows):
+        self._calls, self._places, self._results = [], {}, []
+        with interpreted_by(self._record):
+            y = training.loss(rows)
+        self._end = self._places[id(y)]
+        self.loss = float(np.asarray(y.array))
+
+    def _record(self, op, inputs, constants):
+        made = in_float64(op, inputs, constants)
+        reference, named = formula_of(op, constants)
+        self._calls.append((reference, [self._argument(x) for x in inputs],
+                            {name: self._argument(x) for name, x in named.items()}))
+        for y in made if isinstance(made, tuple) else (made,):
+            self._places[id(y)] = len(self._places)
+            self._results.append(y)                     # else another Tensor may get its id
+        return made
+
+    def _argument(self, x):
+        """Return (number of a result, None), or (None, a value)."""
+        return (self._places[id(x)], None) if id(x) in self._places else (None, x)
+
+    def again(self):
+        found = []
+
+        def value(argument):
+            place, x = argument
+            return as_double(x) if place is None else found[place]
+        for reference, inputs, named in self._calls:
+            y = reference(*map(value, inputs), **{name: value(x) for name, x in named.items()})
+            for one in y if isinstance(y, tuple) else (y,):
+                one = np.asarray(one)
+                found.append(one if one.dtype.kind == 'i' else one.astype(np.float64))
+        return float(found[self._end])
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------

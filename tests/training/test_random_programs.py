@@ -1,8 +1,19 @@
 """Random training programs give the same bits in all ways; `make soak` runs more of them."""
+import numpy as np
 import pytest
 import random_programs
 from places import ON_GPU, get, on_the_cpu
-from random_programs import Trained, Training, difference, difference_from_float64, numbers_of, program_of, shrink, spread
+from random_programs import (
+    Formula,
+    Trained,
+    Training,
+    difference,
+    difference_from_float64,
+    numbers_of,
+    program_of,
+    shrink,
+    spread,
+)
 
 from pyops import ops
 from pyops.backend import library
@@ -68,6 +79,24 @@ def test_without_reuse_each_array_of_a_plan_has_memory_of_its_own():
     before, after = places(plan), places(spread(plan))
     assert before.keys() == after.keys() and all(len(addresses) == 1 for addresses in after.values())
     assert len(set().union(*before.values())) < len(before) == len(set().union(*after.values()))
+
+
+@on_the_cpu
+@pytest.mark.parametrize('seed', [seed for seed in [*range(16), *FOUND] if not program_of(numbers_of(seed)).has_dropout])
+def test_a_formula_at_other_parameters_equals_one_that_is_listed_there(seed):
+    training = Training(program_of(numbers_of(seed)))
+    formula = Formula(training, training.batches[0])
+    assert formula.again() == formula.loss
+    training.params.values[...] += 0.01 * np.random.default_rng(seed).standard_normal(training.params.values.shape)
+    found = formula.again()
+    assert found == Formula(training, training.batches[0]).loss and found != formula.loss
+
+
+def test_the_plan_of_another_batch_size_is_that_of_the_second_size_if_there_are_two():
+    for seed in range(40):
+        program = program_of(numbers_of(seed))
+        other = len(Trained(program).other)
+        assert other != program.sizes[0] and (len(set(program.sizes)) == 1 or other in program.sizes), program
 
 
 @on_the_cpu
