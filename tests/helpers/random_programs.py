@@ -5,16 +5,17 @@ A program is drawn from a list of numbers, so that a failing one can be made sho
     bits equal      step by step without a plan; from a plan for each batch size; the plan of another batch size recorded
                     before or after, and run between; plan memory never reused; plan memory full of NaN before the first
                     step; two and three threads
-    float64         the loss of the first step and its derivative in two directions, against the formulas of the ops
+    float64         the loss of the first step and its derivative in two directions, against the formulas of the ops; and
+                    what the last step changes, against the formulas of the optimisers
     on a GPU        or the emulator instead, loss and gradient of the first step, against the CPU
 """
 import copy
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from arrays import gathered
+from arrays import RTOL, gathered
 from places import ON_GPU, get, put
 
 from pyops import backend, nn, optim
@@ -24,11 +25,13 @@ from pyops.data.batches import gather
 from pyops.differences import as_double, formula_of, in_float64
 from pyops.fit import History
 from pyops.ndarray import as_ndarray
+from pyops.optim import is_hidden_matrix
 from pyops.plan import _pointers, _Reference
 from pyops.steps import Steps
 
-SAMPLES, TOKENS, NUMBERS = 40, 11, 40           # samples of a data set; different tokens; numbers of a program
+SAMPLES, TOKENS, NUMBERS = 40, 11, 60           # samples of a data set; different tokens; numbers of a program
 LOSS_TOLERANCE, DERIVATIVE_TOLERANCE = 1e-4, 5e-3
+LARGEST, ROUNDING = 1e18, 2.0**-23              # of a number whose square is finite; of a number near 1
 DERIVATIVE_STEPS = 2.0**-13, 2.0**-17, 2.0**-21
 WIDTHS = 3, 1, 2, 5, 8, 16, 17, 33
 LARGE = 50                      # one of so many programs is so large that threads share the work of most of its kernels
@@ -58,18 +61,26 @@ class Draws:
 class Program:
     """shape: of a sample; if the first layer is an Embedding, of its result;  layers: (name, *arguments) each
     classes: of the cross entropy, 0 for a squared error;  optimizer: (name, settings)
-    sizes: number of samples of each batch;  seed: of the data and the first parameters"""
+    sizes: number of samples of each batch;  seed: of the data and the first parameters
+    joins: (i, j, 'sum' or 'product') each: the input of layer j becomes that with the input of layer i, which so has two
+           consumers;  twice: numbers of layers that run twice in a row, with the same parameters
+    tied: whether the last layer has the weight of the embedding"""
     shape: tuple
     layers: list
     classes: int
     optimizer: tuple
     sizes: list
     seed: int = 0
+    joins: tuple = ()
+    twice: tuple = ()
+    tied: bool = False
 
     def __str__(self):
         layers = ', '.join(f'{name}({", ".join(map(repr, rest))})' for name, *rest in self.layers)
         loss = f'cross entropy of {self.classes} classes' if self.classes else 'squared error'
         name, settings = self.optimizer
+        loss += ''.join(f'; {how} of the inputs of layers {i} and {j}' for i, j, how in self.joins)
+        loss += ''.join(f'; layer {i} twice' for i in self.twice) + '; tied' * self.tied
         return (f'samples {self.shape}: {layers}; {loss}; {name}({", ".join(f"{k}={v}" for k, v in settings.items())}); '
                 f'batches of {self.sizes}; seed {self.seed}')
 
@@ -89,9 +100,11 @@ def program_of(numbers):
     else:
         shape = draws.pick(1, 2, 5, 9), draws.widths(17)
     layers, now = [('Embedding', TOKENS, shape[1])] if kind == 'tokens' else [], shape
+    shapes = {len(layers): now}                 # number of a layer -> shape of its input
     for _ in range(draws.pick(1, 2, 3, 4, 6)):
         layer, now = _LAYERS[len(now)](draws, now)
         layers += layer
+        shapes[len(layers)] = now
     if len(now) == 2:
         layers.append(('Mean', 1))
         now = now[1:]
@@ -111,8 +124,21 @@ def program_of(numbers):
     large = [n // rows for n in (900, 300, 96)]
     one, other = (max(draws.sized(small, large), least) for small in ((4, 1, 2, 7, 16, 33), (3, 1, 8, 40)))
     steps = draws.sized((2, 1, 3, 1, 2, 3, 2, 1, 5, 2, 3, 4, 8, 1, 2, 20), (2, 1, 3))
-    return Program(shape, layers, classes, optimizer, [other if draws.pick(0, 0, 1) else one for _ in range(steps)],
-                   draws.pick(*range(50)))
+    program = Program(shape, layers, classes, optimizer, [other if draws.pick(0, 0, 1) else one for _ in range(steps)],
+                      draws.pick(*range(50)))
+    return _branched(draws, program, shapes)
+
+
+def _branched(draws, program, shapes):
+    """Return a Program of these layers, some of which share activations or parameters."""
+    pairs = [(i, j) for j in shapes for i in shapes if i < j and shapes[i] == shapes[j]]
+    joins = [(*draws.pick(*pairs), draws.pick('sum', 'product')) for _ in range(draws.pick(0, 1, 0, 2)) if pairs]
+    alike = [i for i in shapes if i + 1 in shapes and shapes[i] == shapes[i + 1] and program.layers[i][0] in _WITH_PARAMETERS]
+    twice = [draws.pick(*alike)] if alike and draws.pick(False, True) else []
+    tied = False
+    if program.layers[0][0] == 'Embedding' and program.layers[-1][1] == program.layers[0][2] and draws.pick(False, True):
+        program.layers[-1], program.classes, tied = ('Linear', program.layers[0][2], TOKENS), TOKENS, True
+    return replace(program, joins=tuple(joins), twice=tuple(twice), tied=tied)
 
 
 def _of_vector(draws, shape):
@@ -170,27 +196,41 @@ def _of_image(draws, shape):
 _LAYERS = {1: _of_vector, 2: _of_sequence, 3: _of_image}
 
 
+# of which a layer may run twice in a row
+_WITH_PARAMETERS = 'Linear', 'Residual', 'LayerNorm', 'BatchNorm1d', 'BatchNorm2d', 'GroupNorm', 'Conv2d', 'GRU', 'LSTM', 'RNN'
+
+
 class Net(nn.Module):
-    """The layers of a program, one after the other."""
+    """The layers of a program, one after the other, and its joins."""
 
     def __init__(self, program):
         super().__init__()
-        self.names = [name for name, *_ in program.layers]
+        self.program = program
         self.layers = nn.ModuleList([_layer(*layer) for layer in program.layers])
+        if program.tied:
+            self.layers[-1].weight = self.layers[0].weight
 
     def forward(self, x):
-        for name, layer in zip(self.names, self.layers, strict=True):
-            if name in ('GRU', 'LSTM', 'RNN'):
-                x = layer(x)[0]
-            elif name == 'Attention':
-                x = layer(x, x, x, need_weights=False)[0]
-            elif name == 'Embedding':
-                x = layer(x).transpose(0, 1)            # from (T, B, C)
-            elif name == 'Mean':
-                x = x.mean(1)
-            else:
-                x = layer(x)
+        seen = []
+        for number, ((name, *_), layer) in enumerate(zip(self.program.layers, self.layers, strict=True)):
+            for i, j, how in self.program.joins:
+                if j == number:
+                    x = x + seen[i] if how == 'sum' else x * seen[i]
+            seen.append(x)
+            for _ in range(1 + (number in self.program.twice)):
+                x = _output(name, layer, x)
         return x
+
+
+def _output(name, layer, x):
+    """Return the output of a layer."""
+    if name in ('GRU', 'LSTM', 'RNN'):
+        return layer(x)[0]
+    if name == 'Attention':
+        return layer(x, x, x, need_weights=False)[0]
+    if name == 'Embedding':
+        return layer(x).transpose(0, 1)             # from (T, B, C)
+    return x.mean(1) if name == 'Mean' else layer(x)
 
 
 def _layer(name, *rest):
@@ -249,7 +289,9 @@ class Training:
         return loss
 
     def step(self, rows):
-        loss = self.gradient(rows)
+        self.update(self.gradient(rows))
+
+    def update(self, loss):
         self.optimizer.step()
         self.history.add(loss.device.kernel_array(loss.array).reshape(1), None, self.optimizer.norm)
 
@@ -303,9 +345,18 @@ class Trained:
 
     def without_a_plan(self):
         """Run all steps; return the Training."""
-        for rows in self.at_the_start().batches:
+        *others, last = self.at_the_start().batches
+        for rows in others:
             self.training.step(put(rows))
+        loss = self.training.gradient(put(last))
+        before = self._updated('values', 'm', 'v', 'grads')
+        self.training.update(loss)
+        self.last = before, self._updated('values', 'm', 'v')
         return self.training
+
+    def _updated(self, *names):
+        """Return copies of these buffers of the parameters in float64."""
+        return {name: get(getattr(self.training.params, name)).astype(np.float64) for name in names}
 
     def run(self, runner=None):
         """Run all steps from plans; return the Training.  runner: as of Steps"""
@@ -396,7 +447,8 @@ def difference(program):
                 return f'{name}: {", ".join(wrong)} differ from those of steps without a plan'
         if ON_GPU:
             return difference_from_the_cpu(program)
-        return None if program.has_dropout else difference_from_float64(trained.at_the_start())
+        return difference_of_the_update(trained) or (
+            None if program.has_dropout else difference_from_float64(trained.at_the_start()))
 
 
 def difference_from_the_cpu(program):
@@ -451,6 +503,48 @@ def _derivative_error(params, formula, gradient, step):
     params.values[...] = kept
     moved = above.astype(np.float64) - below
     return (gradient @ moved - (losses[0] - losses[1])) / (np.linalg.norm(gradient) * np.linalg.norm(moved) + 1e-12)
+
+
+def difference_of_the_update(trained):
+    """Compare what the last step without a plan changes with float64.  Return text about a difference, or None."""
+    (before, after), training = trained.last, trained.training
+    if not all(np.abs(array).max(initial=0.0) <= LARGEST for array in before.values()):
+        return None                             # also NaN; squares of larger gradients overflow in float32
+    name, settings = training.program.optimizer
+    is_matrix = np.zeros(len(before['values']), bool)
+    for key in training.params:
+        part = training.params.view(is_matrix, key)
+        part[...] = name == 'Muon' and is_hidden_matrix(key, part.shape)
+    expected = update_of(name, settings, len(training.batches), is_matrix, **before)
+    for key, exact in expected.items():
+        kept = before[key] if key == 'values' else 0
+        tolerance = RTOL * np.abs(exact - kept).max(initial=0.0) + ROUNDING * np.abs(exact).max(initial=0.0)
+        error = np.abs(np.where(is_matrix & (key == 'values'), 0, after[key] - exact)).max(initial=0.0)
+        if not error <= tolerance:
+            return f'float64: {key} after the last step: one differs by {error:.1e}, tolerance {tolerance:.1e}'
+    return None
+
+
+def update_of(name, settings, t, is_matrix, values, m, v, grads):
+    """Return {buffer: array} after step t of an optimiser, in float64.  Of Muon's matrices only m, since their step has its own
+    test."""
+    lr, decay, g = settings['lr'], settings.get('weight_decay', 0.0), grads
+    norm = np.linalg.norm(g)
+    if norm > settings.get('max_norm', np.inf):
+        g = g * (settings['max_norm'] / norm)
+    if name == 'AdamW':
+        values = values * (1 - lr * decay)
+    else:
+        g = g + decay * values
+    if name == 'SGD':
+        momentum = settings.get('momentum', 0.0)
+        velocity = g if t == 1 else momentum * m + (1 - settings.get('dampening', 0.0)) * g
+        step = g + momentum * velocity if settings.get('nesterov') else velocity
+        return dict(values=values - lr * step, **dict(m=velocity) if momentum else {})
+    m = np.where(is_matrix, 0.95 * m + 0.05 * g, 0.9 * m + 0.1 * g)
+    v = np.where(is_matrix, v, 0.999 * v + 0.001 * g**2)
+    root = np.sqrt(v / (1 - 0.999**t)) + 1e-8
+    return dict(values=values - lr * m / (1 - 0.9**t) / root, m=m, v=v)
 
 
 class Formula:

@@ -1,4 +1,6 @@
 """Random training programs give the same bits in all ways; `make soak` runs more of them."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import random_programs
@@ -9,6 +11,7 @@ from random_programs import (
     Training,
     difference,
     difference_from_float64,
+    difference_of_the_update,
     numbers_of,
     program_of,
     shrink,
@@ -16,6 +19,7 @@ from random_programs import (
 )
 
 from pyops import ops
+from pyops.autograd import gradients
 from pyops.backend import library
 from pyops.plan import Plan
 from pyops.steps import Steps
@@ -34,7 +38,7 @@ def test_a_random_program_gives_the_same_bits_in_all_ways(seed):
 
 @pytest.mark.parametrize('seed', FOUND)
 def test_a_program_that_once_showed_a_defect(seed):
-    program = program_of(numbers_of(seed))
+    program = replace(program_of(numbers_of(seed)), joins=(), twice=())         # as it was drawn then
     assert difference(program) is None, program
 
 
@@ -53,6 +57,9 @@ def test_programs_have_layers_of_all_kinds_and_repeat():
     assert {program.optimizer[0] for program in programs} == {'SGD', 'Adam', 'AdamW', 'Muon'}
     assert str(programs[7]) == str(program_of(numbers_of(7))) != str(programs[8])
     assert program_of([]) == program_of([0] * 40)
+    assert {how for program in programs for *_, how in program.joins} == {'sum', 'product'}
+    assert {'Residual', 'BatchNorm1d'} < {program.layers[i][0] for program in programs for i in program.twice}
+    assert any(program.tied for program in programs)
 
 
 def test_no_parameter_begins_as_a_constant():
@@ -110,6 +117,30 @@ def test_a_plan_that_misses_an_action_is_found(monkeypatch):
                 replay(plan, number, number + 1)
     monkeypatch.setattr(Steps, 'runner', staticmethod(run))
     assert 'differ from those of steps without a plan' in difference(program_of(adam))
+
+
+@on_the_cpu
+@pytest.mark.parametrize('name, setting, value, buffer', [
+    ('SGD', 'lr', 0.0499, 'values'), ('Adam', 'lr', 0.00999, 'values'), ('AdamW', 'lr', 0.00999, 'values'),
+    ('Adam', 'beta2', 0.998, 'v'), ('Muon', 'momentum', 0.949, 'm')])
+def test_an_optimiser_with_another_setting_is_found(name, setting, value, buffer):
+    program = next(program for program in map(program_of, map(numbers_of, range(200))) if program.optimizer[0] == name)
+    trained = Trained(replace(program, optimizer=(name, program.optimizer[1] | {setting: value})))
+    trained.training.program = program
+    trained.without_a_plan()
+    assert difference_of_the_update(trained).startswith(f'float64: {buffer} after the last step')
+
+
+@on_the_cpu
+def test_a_gradient_without_that_of_a_second_consumer_is_found(monkeypatch):
+    program = next(program for program in map(program_of, map(numbers_of, range(200)))
+                   if program.joins and not program.has_dropout and difference_from_float64(Training(program)) is None
+                   and str(program.layers[0][0]) == 'Linear' and program.joins[0][0] == 1)
+
+    def add(self, parent, gradient):
+        self.slot(parent)[0] = gradient
+    monkeypatch.setattr(gradients._Backward, 'add', add)
+    assert difference_from_float64(Training(program)).startswith('float64: the derivative'), program
 
 
 @on_the_cpu
