@@ -477,6 +477,9 @@ def difference_from_float64(training):
     exact = formula.loss
     if not abs(got - exact) <= LOSS_TOLERANCE * max(abs(exact), 1):
         return f'float64: the loss is {got:.8g}, expected {exact:.8g}'
+    # The gradient of a logit is p - 1 in float32: of a loss below this, rounding p to 1 takes too many of its digits.
+    if training.program.classes and exact < ROUNDING / DERIVATIVE_TOLERANCE:
+        return None
     directions = {'a random direction': np.random.default_rng(0).choice([-1.0, 1.0], gradient.shape),
                   'the direction of the gradient': np.sign(gradient)}
     for name, direction in directions.items():

@@ -28,6 +28,8 @@ COUNT = 6 if ON_GPU else 24
 # Programs that failed.  11226: the loss bends within every step, since rows before a norm are almost constant; 600123: within
 # the first two.  610797: inputs were exactly at a kink.  26930: a group of one number was normalised.
 FOUND = [11226, 600123, 610797, 26930]
+# 800319: with a loss of 4e-8 the gradient of a logit, p - 1, has no digits.
+FOUND_BRANCHED = [800319]
 
 
 @pytest.mark.parametrize('seed', range(COUNT))
@@ -36,9 +38,11 @@ def test_a_random_program_gives_the_same_bits_in_all_ways(seed):
     assert difference(program) is None, program
 
 
-@pytest.mark.parametrize('seed', FOUND)
+@pytest.mark.parametrize('seed', FOUND + FOUND_BRANCHED)
 def test_a_program_that_once_showed_a_defect(seed):
-    program = replace(program_of(numbers_of(seed)), joins=(), twice=())         # as it was drawn then
+    program = program_of(numbers_of(seed))
+    if seed in FOUND:
+        program = replace(program, joins=(), twice=())          # as it was drawn then
     assert difference(program) is None, program
 
 
