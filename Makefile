@@ -361,7 +361,7 @@ coverage: .venv/test-ready ## count the lines and branches of csrc/ that the tes
 	$(MAKE) cpu BUILD=build/coverage LIBRARY=build/coverage/libpyops.so \
 	    EXTRA_CFLAGS='-O0 -Dalways_inline=unused -DPYOPS_WITHOUT_EXACT=1 --coverage -fprofile-update=atomic'
 	PYOPS_ISA=avx2 PYOPS_LIBRARY=build/coverage/libpyops.so $(PYTEST) -p no:cacheprovider $(COVERED) -k 'not torch and not only_the_abi'
-	.venv/bin/python -m scripts.coverage build/coverage $(FIGURES)
+	.venv/bin/python -m scripts.coverage build/coverage $(if $(filter file,$(origin COVERED)),--check) $(FIGURES)
 
 SECONDS ?= 60
 soak: cpu .venv/test-ready ## train random programs for SECONDS, with plans, threads and other memory: the bits must be equal

@@ -2,6 +2,7 @@
 
     python -m scripts.coverage build/coverage               print a table, and write what does not run to uncovered.txt there
     python -m scripts.coverage build/coverage --save        also write the table to docs/reliability.md
+    python -m scripts.coverage build/coverage --check       exit status 1 for a new branch that is not taken, without a reason
 """
 import json
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser
 from scripts.generated import paragraph
+from scripts.generated import text as page_text
 from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.coverage'
@@ -39,6 +41,8 @@ def parser():
     p.add_argument('folder', type=Path, help='with the objects and counts of gcc --coverage')
     p.add_argument('--isa', default='avx2', help='the instruction set that ran; others are left out (default %(default)s)')
     p.add_argument('--tests', default='the tests of ops and kernels', metavar='TEXT', help='the tests that ran, for the page')
+    p.add_argument('--check', action='store_true', help='exit with status 1 if a file has more branches that are not taken, '
+                   f'without a reason, than {PAGE.relative_to(ROOT)} says')
     p.add_argument('--save', action='store_true', help=f'write the table to {PAGE.relative_to(ROOT)}')
     return p
 
@@ -53,9 +57,13 @@ def main(argv=None):
     print(text)
     (args.folder / 'uncovered.txt').write_text(''.join(
         f'{file}:{line}: {source(file, line)}\n' for file, line in sorted(open_branches(lines, branches))))
+    more = more_than(page_text(PAGE, 'coverage'), without_reason(branches)) if args.check else []
+    for file, count, known in more:
+        print(f'{file}: {count} branches are not taken and have no reason, {known} on {PAGE.relative_to(ROOT)}; see '
+              f'{args.folder}/uncovered.txt, and add a test, or a reason to {Path(__file__).name}')
     if args.save:
         write('coverage', f'By {args.tests}, on {args.isa}:\n\n{text}', f'python -m {PROGRAM} {args.folder} --save')
-    return 0
+    return int(bool(more))
 
 
 def read(counts):
@@ -95,6 +103,17 @@ def open_branches(lines, branches):
     return {(file, line) for file, line in missed if not reason_of(file, line)}
 
 
+def without_reason(branches):
+    """Return {file: number of its branches that are not taken and have no reason}, a Counter."""
+    return Counter(file for (file, line, *_), count in branches.items() if not count and not reason_of(file, line))
+
+
+def more_than(page, found):
+    """Return (file, number, number on the page) of each file with more branches without a reason than the page says."""
+    known = {file: int(n) for file, n in re.findall(r'`([\w./]+)`\s+\((\d+)\)', page.partition('without a reason')[2])}
+    return [(file, n, known.get(file, 0)) for file, n in sorted(found.items()) if n > known.get(file, 0)]
+
+
 def table(lines, branches):
     """Return the text of the page."""
     rows = defaultdict(lambda: [0, 0, 0, 0])
@@ -112,8 +131,7 @@ def table(lines, branches):
     reasons = Counter(reason_of(*key[:2]) for key, count in branches.items() if not count)
     text += ['', 'Branches that are not taken:', '']
     text += [paragraph(f'{count}: {reason}', '- ') for reason, count in reasons.most_common() if reason]
-    rest = Counter(file for (file, line, *_), count in branches.items() if not count and not reason_of(file, line))
-    if rest:
+    if rest := without_reason(branches):
         listed = ', '.join(f'`{file}` ({n})' for file, n in rest.most_common())
         text.append(paragraph(f'{rest.total()}: without a reason, in {listed}', '- '))
     return '\n'.join([*text, ''])
