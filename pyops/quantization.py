@@ -186,7 +186,7 @@ def _check_transforms(chosen):
     """UserError if the rounded operands of a product have different Hadamard transforms, which would not cancel in hardware.
     chosen: {operand: Format or None}"""
     for product in _PRODUCTS:
-        found = [(operand, chosen[operand]) for operand in _ALL if operand.startswith(f'{product}.') and chosen.get(operand)]
+        found = [(operand, chosen[operand]) for operand in SELECTORS[product] if chosen.get(operand)]
         for one, other in zip(found, found[1:], strict=False):
             if not have_same_transform(one[1], other[1]):
                 raise UserError(f'{one[0]}={one[1]} and {other[0]}={other[1]}: the operands of a product have different '
