@@ -485,8 +485,11 @@ template <class Out> static double best_hopper_cycles(const RealProduct &g, Out 
     return cycles > least_bf16_cycles(g) ? INFINITY : cycles;
 }
 
-template <class Out> static cudaError_t launch_bf16_hopper(const RealProduct &g, Out *c, cudaStream_t stream) {
+template <class Out>
+static cudaError_t launch_bf16_hopper(const RealProduct &g, Out *c, cudaStream_t stream, bool *row_sums_added) {
     RowProduct<bf16, Out> p = row_product(g, c);
+    *row_sums_added = g.row_sums && !g.limit.count && hopper_sums_rows(p);
+    p.row_sums = *row_sums_added ? g.row_sums : nullptr;
     p.splits = best_hopper_splits(g.M, g.N, g.K);
     p.parts = room_for_parts(p.splits, g.M, g.N), p.tickets = p.splits > 1 ? pyops_tickets() : nullptr;
     return p.splits > 1 && (!p.parts || !p.tickets) ? cudaErrorMemoryAllocation : hopper_product(p, stream);
@@ -498,9 +501,9 @@ static double best_hopper_cycles(const RealProduct &g) {
 }
 
 cudaError_t real_product(const RealProduct &g, cudaStream_t stream, bool *row_sums_added) {
-    *row_sums_added = false;
     if (best_hopper_cycles(g) == INFINITY) return launch_bf16_mma(g, stream, row_sums_added);
-    return g.to_float ? launch_bf16_hopper(g, g.to_float, stream) : launch_bf16_hopper(g, g.to_bf16, stream);
+    return g.to_float ? launch_bf16_hopper(g, g.to_float, stream, row_sums_added)
+                      : launch_bf16_hopper(g, g.to_bf16, stream, row_sums_added);
 }
 cudaError_t real_product(const RealProduct &g, cudaStream_t stream) {
     bool row_sums_added;

@@ -22,6 +22,9 @@
 // which wgmma reads transposed.  If there are few tiles, several blocks share one, each with a part of K (split-K): a warpgroup
 // writes its sums to memory, and the last one to finish adds the parts, in order.
 //
+// The gradient of a weight, c = dy' x, has the gradient of the bias beside it: the sums of the rows of a = dy'.  The tiles in the
+// first column of c compute them from the panels of a that they multiply, with additions that run beside wgmma.
+//
 // If there are many tiles, two blocks are a cluster and compute two tiles, one below the other, which have the same panels of
 // b.  Each block loads half of such a panel for both (multicast), so it is read from L2 once:
 //
@@ -43,13 +46,18 @@ template <int TN> struct Ring {
     static constexpr int PIECES = SLOTS * SLOT, BARRIERS = PIECES + WARPS_READING * 2 * PIECE_BYTES; // where they start
     // panels, pieces of c, barriers, and a word for each consumer
     static constexpr int BYTES = BARRIERS + 2 * SLOTS * int(sizeof(uint64_t)) + CONSUMERS * int(sizeof(int));
-    static_assert(BYTES <= 227 * 1024, "the shared memory of a block");
+    static constexpr int WITH_ROW_SUMS = BYTES + CONSUMERS * 4 * 64 * int(sizeof(float));
+    static_assert(WITH_ROW_SUMS <= 227 * 1024, "the shared memory of a block");
 };
 
 // What happens to finished sums before they are stored: nothing; a second array is their activation; they are multiplied by
 // the derivative of an activation.  The last two require a map of c.
 enum class After { nothing, activation, derivative };
 
+// Whether a product can add the sums of the rows of a: that of the gradient of a weight, whose operands are stored transposed.
+template <class Element, class Out> static constexpr bool sums_rows(bool a_k, bool b_k) {
+    return sizeof(Element) == 2 && std::is_same_v<Out, float> && !a_k && !b_k;
+}
 // The settings of a kernel: types, columns of a tile, and whether the operands are stored along K.
 template <class Element_, class Out_, int TN_, bool A_K_, bool B_K_> struct Setup {
     using Element = Element_;
@@ -57,6 +65,7 @@ template <class Element_, class Out_, int TN_, bool A_K_, bool B_K_> struct Setu
     static constexpr int TN = TN_, TK = ROW / int(sizeof(Element)); // TK: k's in a slot
     static constexpr bool A_K = A_K_, B_K = B_K_;
     static constexpr After AFTER = After::nothing;
+    static constexpr bool ROW_SUMS = sums_rows<Element, Out>(A_K, B_K);
 };
 // Those of pyops_linear_activation: a = x weight', and dx = dy weight.
 template <int TN> struct Activating : Setup<bf16, bf16, TN, true, true> { static constexpr After AFTER = After::activation; };
@@ -302,6 +311,47 @@ DEVICE void read_sums(float (&sum)[TN / 2], const float *parts, int64_t splits, 
     }
 }
 
+// ---- sums of the rows of a -------------------------------------------------------------------------------------------------
+// A thread of a warpgroup sums four of its 64 rows, over the k's with one remainder modulo 8, in order.
+struct RowSums {
+    float sum[4] = {};
+
+    // Add a slot.   block: 64 k's x 64 rows, with the swizzle
+    __device__ __forceinline__ void add(const char *block) {
+        const int thread = threadIdx.x % 128, k = thread / 16;
+        const char *const from = block + k * ROW + (thread % 16 / 2 ^ k) * 16 + thread % 2 * 8;
+#pragma unroll 2 // wgmma has most of the registers
+        for (int i = 0; i < BLOCK / 8; i++) {
+            const Pack<float, 4> four = load_reals<4>(reinterpret_cast<const bf16 *>(from + i * 8 * ROW));
+#pragma unroll
+            for (int j = 0; j < 4; j++) sum[j] += four.at[j];
+        }
+    }
+    // Add the sums of 64 rows from `first` on to g.row_sums, or write them behind the parts of c.  The order: the remainders 2 w
+    // and 2 w + 1 of each warp w, then the warps.   of_warps: 4 x 64 floats of this warpgroup
+    template <class Product>
+    __device__ __forceinline__ void write(const Product &g, int64_t first, int64_t split, float *of_warps, int group) const {
+        const int thread = threadIdx.x % 128, lane = thread % 32;
+        named_bar(1 + group, 128); // all have read the sums of the last tile
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float both = sum[j] + __shfl_xor_sync(ALL_LANES, sum[j], 16);
+            if (lane < 16) of_warps[thread / 32 * BLOCK + 4 * lane + j] = both;
+        }
+        named_bar(1 + group, 128);
+        if (thread >= BLOCK || first + thread >= g.M) return;
+        const float *const four = of_warps + thread;
+        const float total = ((four[0] + four[BLOCK]) + four[2 * BLOCK]) + four[3 * BLOCK];
+        if (g.parts) g.parts[g.splits * g.M * g.N + split * g.M + first + thread] = total;
+        else g.row_sums[first + thread] += total;
+    }
+    template <class Product> static __device__ __forceinline__ void add_parts(const Product &g, int64_t first) {
+        const int64_t m = first + threadIdx.x % 128;
+        if (threadIdx.x % 128 < BLOCK && m < g.M)
+            g.row_sums[m] += sum_of_parts(g.parts + g.splits * g.M * g.N + m, g.splits, g.M);
+    }
+};
+
 template <class S> static __global__ void __launch_bounds__(THREADS, 1)
     hopper_tiles(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                  const __grid_constant__ CUtensorMap c_map, const __grid_constant__ CUtensorMap activated_map, bool c_has_map,
@@ -311,6 +361,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
     DYN_SHARED(char, shared); // aligned to 1024 bytes for the swizzle
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::BARRIERS), *empty = full + R::SLOTS;
     int *const is_last = reinterpret_cast<int *>(empty + R::SLOTS);
+    float *const of_warps = reinterpret_cast<float *>(is_last + CONSUMERS);
     const int blocks = cluster_size(), rank = cluster_rank();
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < R::SLOTS; slot++) mbar_init(full + slot, 1), mbar_init(empty + slot, WARPS_READING * blocks);
@@ -353,6 +404,8 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
             const int64_t split = task / tiles;
             const int from = static_cast<int>(split) * steps_a_part, to = min(from + steps_a_part, all_steps);
             float sum[TN / 2];
+            RowSums rows;
+            const bool has_rows = S::ROW_SUMS && g.row_sums && tile_index<16>(task % tiles, tiles_m, tiles_n).n == 0;
             int before = -1; // the slot whose products may still be in flight
             for (int step = from; step < to; step++, turn.next()) {
                 mbar_wait(full + turn.slot, turn.round);
@@ -363,6 +416,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                 for (int k = 0; k < ROW / 32; k++)
                     multiply<S>(sum, a + NEXT<S::A_K> * k, b + NEXT<S::B_K> * k, step > from || k > 0);
                 wg_commit();
+                if (has_rows) rows.add(slot + group * BLOCK_BYTES);
                 wg_wait<1>(); // the products of the previous slot have finished
                 if (before >= 0) release_slot(empty + before, blocks, lane);
                 before = turn.slot;
@@ -376,6 +430,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
             const int64_t first_row = at.m * TM + group * 64 + warp * 16, row = first_row + lane / 4; // of the warp, the lane
             const int64_t column = at.n * TN + lane % 4 * 2;
             if (at.m * TM >= M) continue;
+            if (has_rows) rows.write(g, at.m * TM + group * BLOCK, split, of_warps + group * 4 * BLOCK, group);
             if (g.parts) {
                 write_sums<TN>(g.parts + split * g.M * g.N, nullptr, g.N, M, g.N, sum, row, column);
                 named_bar(1 + group, 128);
@@ -384,6 +439,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                                                   static_cast<unsigned>(g.splits));
                 named_bar(1 + group, 128);
                 if (!is_last[group]) continue;
+                if (has_rows) RowSums::add_parts(g, at.m * TM + group * BLOCK);
                 read_sums<TN>(sum, g.parts, g.splits, g.M, M, g.N, row, column);
             }
             if constexpr (std::is_same_v<typename S::Out, Exp16>) {
@@ -408,6 +464,10 @@ template <class Element, class Out> bool hopper_product_fits(const RowProduct<El
     const uintptr_t addresses = reinterpret_cast<uintptr_t>(g.a) | reinterpret_cast<uintptr_t>(g.b);
     const bool aligned = addresses % 16 == 0 && g.lda % whole == 0 && g.ldb % whole == 0;
     return pyops_has_hopper() && aligned && g.K > 0 && g.M <= INT32_MAX && g.N <= INT32_MAX && g.K <= INT32_MAX;
+}
+
+template <class Element, class Out> bool hopper_sums_rows(const RowProduct<Element, Out> &g) {
+    return sums_rows<Element, Out>(g.a_k, g.b_k);
 }
 
 template <class Element, class Out> bool hopper_has_map(const RowProduct<Element, Out> &g) {
@@ -445,8 +505,9 @@ static cudaError_t make_result_map(CUtensorMap *map, const void *c, const RowPro
 
 template <class S> static cudaError_t launch(const RowProduct<typename S::Element, typename S::Out> &g, cudaStream_t stream) {
     using R = Ring<S::TN>;
-    if (const cudaError_t error = allow_shared<hopper_tiles<S>>(R::BYTES); error != cudaSuccess) return error;
-    static const int clusters = clusters_at_once(hopper_tiles<S>, 2, THREADS, R::BYTES);
+    constexpr int BYTES = S::ROW_SUMS ? R::WITH_ROW_SUMS : R::BYTES;
+    if (const cudaError_t error = allow_shared<hopper_tiles<S>>(BYTES); error != cudaSuccess) return error;
+    static const int clusters = clusters_at_once(hopper_tiles<S>, 2, THREADS, BYTES);
     const int64_t rows = blocks_for<int64_t>(g.M, TM), columns = blocks_for<int64_t>(g.N, S::TN) * g.splits;
     const bool in_pairs = has_clusters(rows, columns, clusters);
     CUtensorMap a_map, b_map, c_map = {}, activated_map = {};
@@ -460,10 +521,10 @@ template <class S> static cudaError_t launch(const RowProduct<typename S::Elemen
     const int64_t tasks = (in_pairs ? round_up<int64_t>(rows, 2) : rows) * columns;
     const int64_t most = in_pairs ? 2 * clusters : pyops_multiprocessors();
     const unsigned blocks = static_cast<unsigned>(tasks < most ? tasks : most);
-    return in_pairs ? LAUNCH_CLUSTER_DEPENDENT(2, hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map,
-                                               activated_map, c_has_map, g)
-                    : LAUNCH_DEPENDENT(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, c_map, activated_map,
-                                       c_has_map, g);
+    return in_pairs
+        ? LAUNCH_CLUSTER_DEPENDENT(2, hopper_tiles<S>, blocks, THREADS, BYTES, stream, a_map, b_map, c_map, activated_map,
+                                   c_has_map, g)
+        : LAUNCH_DEPENDENT(hopper_tiles<S>, blocks, THREADS, BYTES, stream, a_map, b_map, c_map, activated_map, c_has_map, g);
 }
 
 // Tiles of 256 columns read less per sum; tiles of 128 columns are twice as many, which fills the device better.
@@ -494,6 +555,8 @@ template <class Element, class Out> cudaError_t hopper_product(const RowProduct<
 
 template bool hopper_product_fits(const RowProduct<bf16> &);
 template bool hopper_product_fits(const RowProduct<bf16, bf16> &);
+template bool hopper_sums_rows(const RowProduct<bf16> &);
+template bool hopper_sums_rows(const RowProduct<bf16, bf16> &);
 template bool hopper_has_map(const RowProduct<bf16, bf16> &);
 template bool hopper_product_fits(const RowProduct<bf16, Exp16> &);
 template cudaError_t hopper_product(const RowProduct<bf16> &, cudaStream_t);

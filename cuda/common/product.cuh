@@ -40,6 +40,7 @@ template <class Element, class Out = float> struct RowProduct {
     int64_t splits = 1;
     float *parts = nullptr;
     unsigned *tickets = nullptr;            // two for each tile, if splits > 1
+    float *row_sums = nullptr;              // not NULL: as in RealProduct;  splits > 1: parts are (splits,M,N+1)
     Limit limit = {};
     const int32_t *scatter = nullptr;       // not NULL: row m of the product is row scatter[m] of c
     const Out *gate = nullptr;              // not NULL: laid out as c, which is 0 where gate is not above 0
@@ -49,7 +50,9 @@ template <class Element, class Out = float> struct RowProduct {
 
 // The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are
 // multiples of 16 bytes.  `has_map`: also for c, whose rows are not scattered, and its activation; required for one.
+// `sums_rows`: it can add to row_sums.
 template <class Element, class Out> bool hopper_product_fits(const RowProduct<Element, Out> &g);
+template <class Element, class Out> bool hopper_sums_rows(const RowProduct<Element, Out> &g);
 template <class Element, class Out> bool hopper_has_map(const RowProduct<Element, Out> &g);
 template <class Element, class Out> cudaError_t hopper_product(const RowProduct<Element, Out> &g, cudaStream_t stream);
 

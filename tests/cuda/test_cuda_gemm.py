@@ -160,7 +160,7 @@ def test_products_that_share_a_launch_have_the_bits_of_separate_ones(sizes, p, p
 
 PARTS = '''
 import numpy as np, sys
-from emulated import BF16, call, library
+from emulated import BF16, call, library, real
 from test_cuda_gemm import gemm, matrix_bf16
 rng, results = np.random.default_rng(3), []
 for p, (M, N, K) in ((0, (70, 33, 5000)), (2, (64, 64, 4096))):
@@ -173,6 +173,9 @@ for p, (M, N, K) in ((0, (70, 33, 5000)), (2, (64, 64, 4096))):
 a, b = (matrix_bf16(rng, rows, 8192, 8192, 0) for rows in (128, 256))     # by wgmma, in parts
 results.append(np.zeros((128, 256), np.float32))
 call("gemm_bf16", results[-1], a, b, 128, 256, 8192, 256, 8192, 8192, 0)
+dy, x = (matrix_bf16(rng, 2056, n, n, 0) for n in (120, 104))
+results += [np.zeros((120, 104), np.float32), np.zeros(120, np.float32)]
+call("linear_backward", None, *results[-2:], real(dy), real(x), None, 2056, 120, 104, 0, 0)
 sys.stdout.buffer.write(b"".join(x.tobytes() for x in results))
 '''
 
@@ -185,7 +188,8 @@ def test_parts_of_a_sum_are_added_in_one_order_whichever_block_is_the_last():
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout
     first = bits('forward')
-    assert len(first) == 4 * (2 * 70 * 33 + 70 + 5000 * 33 + 2 * 64 * 64 + 64 + 4096 * 64 + 128 * 256) and any(first)
+    assert len(first) == 4 * (2 * 70 * 33 + 70 + 5000 * 33 + 2 * 64 * 64 + 64 + 4096 * 64 + 128 * 256 + 120 * 104 + 120)
+    assert any(first)
     assert bits('reverse') == first and bits('5') == first
 
 
@@ -380,6 +384,48 @@ def test_bulk_stores_write_the_bits_that_lanes_write(M, N, K, wanted, multicast)
         assert (np.abs(c - exact) <= bound(wide(a), wide(b), 8) + rounding).all()
 
 
+def row_sums(dy, before, parts):
+    """Return before + the sums of the columns of dy (R, O), in the order of hopper_gemm.cu: each part of R in eight sums of
+    every eighth row; pairs of these, the pairs from the first on, then the parts."""
+    of_parts = []
+    for part in parts:
+        eight = np.zeros((8, dy.shape[1]), np.float32)
+        for first in range(0, len(dy[part]), 8):
+            some = dy[part][first:first + 8]
+            eight[:len(some)] += some
+        pairs = eight[::2] + eight[1::2]
+        of_parts.append(((pairs[0] + pairs[1]) + pairs[2]) + pairs[3])
+    total = of_parts[0]
+    for one in of_parts[1:]:
+        total = total + one
+    return before + total
+
+
+# (R, O, I, parts of R): O in one row of tiles, half of it, two and three; I in one column of tiles and in several
+BIAS_SIZES = [(200, 304, 264, 1), (200, 40, 520, 1), (136, 256, 256, 1), (64, 384, 264, 1), (2056, 120, 104, 4),
+              (4104, 296, 120, 4)]
+
+
+@pytest.mark.parametrize('R,O,I,parts', BIAS_SIZES)
+def test_wgmma_adds_the_gradient_of_a_bias_in_the_stated_order(R, O, I, parts, multicast):
+    rng = np.random.default_rng([R, O, I])
+    dy, x = (matrix_bf16(rng, R, columns, columns, 0) for columns in (O, I))
+    before = rng.standard_normal(O).astype(np.float32)
+    slots = -(-R // 64)
+    steps = -(-slots // parts) * 64                     # rows of a part
+    want = row_sums(wide(dy), before, [slice(first, first + steps) for first in range(0, R, steps)])
+    exact = wide(dy).astype(np.float64).sum(0) + before
+    assert (np.abs(want - exact) <= bound(np.ones((1, R)), np.abs(wide(dy)), 4)).all()
+    for wanted in NEVER, ALWAYS:
+        multicast(wanted)
+        dweight, dbias = np.zeros((O, I), np.float32), before.copy()
+        call('linear_backward', None, dweight, dbias, real(dy), real(x), None, R, O, I, 0, 0)
+        assert dbias.tobytes() == want.tobytes()
+        alone = np.zeros_like(dweight)
+        call('linear_backward', None, alone, None, real(dy), real(x), None, R, O, I, 0, 0)
+        assert dweight.tobytes() == alone.tobytes() and dweight.any()
+
+
 ACTIVATIONS = 'silu', 'gelu', 'gelu_tanh'              # as numbered by pyops_activation
 
 
@@ -486,6 +532,21 @@ def at(i): return mark | i << 20
 here.call("linear_activation", at(1) + FIRST, at(2), at(3), at(4), None, R, O, I, 1)
 here.call("linear_activation_backward", at(5), 6 << 20, None, at(7), at(3), at(8) + FIRST, at(4), R, O, I, 1)
 '''
+
+
+BIASES = '''
+import test_cuda_gemm as here
+for R, O, I, _ in here.BIAS_SIZES:
+    here.call("linear_backward", None, 1 << 20, 2 << 20, 1 << 63 | 3 << 20, 1 << 63 | 4 << 20, None, R, O, I, 0, 0)
+R, O, I = 200, 300, 260                                 # rows are no multiples of 16 bytes: other tiles, too large for it
+here.call("linear_backward", None, 1 << 20, 2 << 20, 1 << 63 | 3 << 20, 1 << 63 | 4 << 20, None, R, O, I, 0, 0)
+'''
+
+
+def test_the_gradient_of_a_bias_takes_no_launch_where_wgmma_computes_the_one_of_the_weight(tmp_path):
+    found = [re.search(r'\w+', line[0])[0] for line in launches(tmp_path, BIASES)]
+    assert found[:len(BIAS_SIZES)] == ['hopper_tiles'] * len(BIAS_SIZES)
+    assert found[len(BIAS_SIZES):][:1] == ['bf16_product']
 
 
 @pytest.mark.parametrize('first,names', [
