@@ -3,8 +3,10 @@
     python -m bench.launches                                each program, in float32 and in bfloat16
     python -m bench.launches transformer --precision bf16   one of them
     python -m bench.launches base --list                    with the launches in order
+    python -m bench.launches mnist                          of a hundred steps of the digits, all in one launch
 
-The kernels are counted for a device with 132 multiprocessors and compute capability 9.0.  Requires `make emulated`.
+The launches are those of the program, which include the log, on a device with 132 multiprocessors and compute capability 9.0.
+Requires `make emulated`.
 """
 import argparse
 import collections
@@ -23,7 +25,7 @@ from pyops.flags import ArgumentParser
 PROGRAM = 'bench.launches'
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = 'pyops/device.h'                              # of the CUDA library, copied by make
-STEPS = 'seq2seq', 'transformer', 'base', 'gpt2'        # the sections of bench.gpu
+STEPS = 'seq2seq', 'transformer', 'base', 'gpt2', 'mnist'       # the sections of bench.gpu
 PRECISIONS = 'fp32', 'tf32', 'bf16'
 H100 = {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_SYNC': '0', 'PYOPS_EARLY_START': '1', 'EMU_MULTIPROCESSORS': '132',
         'EMU_MEMORY': str(80 * 2**30), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
@@ -39,7 +41,7 @@ class Launch(NamedTuple):
 
 
 def launches(step, precision='fp32'):
-    """Return the Launches of a training step, in order.  step: one of STEPS."""
+    """Return the Launches of a training step, in order.  step: one of STEPS;  mnist: those of many steps, see steps_of"""
     found, output = listed([sys.executable, '-m', PROGRAM, step, '--precision', precision, '--run'])
     first, end = json.loads(output.splitlines()[-1])
     return found[first:end]
@@ -59,8 +61,50 @@ def listed(command):
             for kernel, grid, threads, shared, _, early, address in (line.split('\t') for line in lines)], done.stdout
 
 
+def steps_of(step):
+    """Return the number of training steps whose launches are counted together."""
+    from mnist.train import AT_ONCE_ON_GPU
+    return AT_ONCE_ON_GPU if step == 'mnist' else 1
+
+
+def precisions_of(step, given):
+    """Return the precisions to count a step in.   given: --precision, None for all"""
+    if step != 'mnist':
+        return [given] if given else ['fp32', 'bf16']
+    if given not in (None, 'fp32'):
+        raise UserError(f'--precision {given}: mnist computes its steps in float32; leave it out')
+    return ['fp32']
+
+
+def run_mnist():
+    """Train many steps on random images, as mnist.train does.  Return the numbers of launches before and after them."""
+    import numpy as np
+
+    from mnist.train import prepare
+    from pyops.data.batches import batches
+    from pyops.fit import History
+    from pyops.ndarray import use_gpu
+    from pyops.steps import Steps
+    device, rng, size, count = use_gpu(), np.random.default_rng(0), 100, steps_of('mnist')
+    images = rng.integers(0, 256, (size * count, 784)).astype(np.uint8)
+    model, optimizer, step, inputs = prepare(images, rng.integers(0, 10, len(images)).astype(np.int32))
+    history = History()
+
+    def logged_steps(rows):
+        for losses, norms in step.each(rows, size):
+            history.add(losses, None, norms)
+    steps = Steps(logged_steps, model.params, **inputs, **optimizer.arrays(), **history.arrays())
+    rows = next(batches(len(images), size, 0, 0, at_once=count))
+    steps.plan(rows)                                    # recorded
+    first = launched(device)
+    steps(rows)
+    return first, launched(device)
+
+
 def run(step, precision):
     """Train a step on random data.  Return the numbers of launches before and after it."""
+    if step == 'mnist':
+        return run_mnist()
     import numpy as np
 
     from bench import gpu
@@ -92,12 +136,13 @@ def main(argv=None):
             p.error(f'{step}: expected {", ".join(STEPS)}')
     if args.run:
         return print(json.dumps(run(args.steps[0], args.precision)))
-    for step in args.steps or STEPS:
-        for precision in [args.precision] if args.precision else ('fp32', 'bf16'):
+    for step in args.steps or (STEPS if args.precision in (None, 'fp32') else STEPS[:-1]):
+        steps = f', {steps_of(step)} steps' * (steps_of(step) > 1)
+        for precision in precisions_of(step, args.precision):
             found = launches(step, precision)
             kernels = collections.Counter(launch.kernel for launch in found)
             early = sum(launch.early for launch in found)
-            print(f'{step} {precision}: {len(found)} launches, {early} can start early: '
+            print(f'{step} {precision}{steps}: {len(found)} launches, {early} can start early: '
                   + ', '.join(f'{name} {count}' for name, count in kernels.most_common()), flush=True)
             for launch in found if args.list else ():
                 print(f'  {launch.kernel:<24} {launch.grid:>12} {launch.threads:>5} {launch.shared:>7}'

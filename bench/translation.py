@@ -12,14 +12,15 @@ from pyops.errors import UserError
 
 
 def planned_steps(model, pairs, lr, optimizer=None, set_rate=lambda: None):
-    """Return SizedSteps of a translator's training step, as in training.
+    """Return SizedSteps of a translator's training step, with an entry in a log, as in training.
 
     optimizer: default Adam;  set_rate(): launches the kernel that sets the learning rate of the step
     """
     from pyops import plan
+    from pyops.fit import History
     from pyops.optim import Adam
     from pyops.steps import SizedSteps
-    optimizer = optimizer or Adam(model.params, lr, max_norm=1.0)
+    optimizer, history = optimizer or Adam(model.params, lr, max_norm=1.0), History()
 
     def step(rows, *sizes):
         set_rate()
@@ -27,10 +28,11 @@ def planned_steps(model, pairs, lr, optimizer=None, set_rate=lambda: None):
         loss, ctx = model.forward(pairs.batch(rows, *sizes), step=optimizer.count)
         plan.boundary()
         model.backward(ctx)
-        optimizer.step()
+        optimizer.step(entry=history.entry(loss, None))
         return loss
 
-    return SizedSteps(step, pairs.sizes, model.params, pairs.filled, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+    return SizedSteps(step, pairs.sizes, model.params, pairs.filled, **pairs.arrays(), **model.arrays(), **optimizer.arrays(),
+                      **history.arrays())
 
 
 def write_pairs(path, pairs, **more):

@@ -327,6 +327,12 @@ static inline pyops_status check_log_step(int64_t steps, int64_t capacity) {
     return PYOPS_OK;
 }
 
+static inline pyops_status check_grad_norm_logged(int64_t n, int64_t capacity) {
+    PYOPS_REQUIRE(n >= 0 && capacity >= 1, "grad_norm_logged: n=%lld capacity=%lld, expected n >= 0 and capacity >= 1", LL(n),
+                  LL(capacity));
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_mlp_step(int64_t K, int64_t w1, int64_t b1, int64_t w2, int64_t b2, float max_norm,
                                           float beta1, float beta2, float weight_decay) {
     PYOPS_REQUIRE(K >= 1, "mlp_step: K=%lld, expected at least 1", LL(K));

@@ -86,6 +86,15 @@ pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touc
     return pyops_norm_of_chunks(norm, work, n, stream);
 }
 
+pyops_status pyops_grad_norm_logged(float *norm, int64_t *step, float *log, int64_t *written, const float *grad,
+                                    const int32_t *touched, const float *loss, const int32_t *valid, float *work, int64_t n,
+                                    int64_t capacity, void *stream) {
+    pyops_status status = check_grad_norm_logged(n, capacity);
+    if (!status) status = pyops_grad_norm(norm, grad, touched, work, n, stream);
+    if (!status) status = pyops_increment(step, stream);
+    return status ? status : pyops_log_step(log, written, loss, valid, norm, 1, capacity, stream);
+}
+
 pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {
     (void)stream;
     const pyops_status status = check_max_norm("clip", n, max_norm);

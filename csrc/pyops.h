@@ -1104,6 +1104,7 @@ PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t
  *            at a multiple of 8 bytes, with the sum of squares of each chunk, a double.  PYOPS_NORM_CHUNK floats are whole chunks
  * norm_of_chunks  the end of grad_norm alone: norm[0] from the sums of all chunks of n floats, which are in work.  So ranks that
  *            have the sums of whole chunks each can compute the norm together
+ * grad_norm_logged  grad_norm, increment of step, and log_step of one step with that norm, in one launch on a GPU
  * clip       grad[i] *= min(1, max_norm / norm[0])
  * adam       g = grad[i] * min(1, max_norm / norm[0]) + weight_decay param[i]     (norm NULL: not clipped; grad is unchanged)
  *            m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
@@ -1120,6 +1121,10 @@ PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t
 PYOPS_API pyops_status pyops_grad_norm(
     float *norm, const float *grad, const int32_t *touched, float *work, int64_t n, void *stream);
 PYOPS_API int64_t pyops_grad_norm_work(int64_t n);
+PYOPS_API pyops_status pyops_grad_norm_logged(
+    float *norm, int64_t *step, float *log, int64_t *written,
+    const float *grad, const int32_t *touched, const float *loss, const int32_t *valid,
+    float *work, int64_t n, int64_t capacity, void *stream);
 PYOPS_API pyops_status pyops_norm_of_chunks(float *norm, const float *work, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream);
 PYOPS_API pyops_status pyops_adam(

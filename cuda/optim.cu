@@ -7,6 +7,7 @@
 #include "block.cuh"
 #include "flat.cuh"
 #include "index.cuh"
+#include "step_log.cuh"
 #include "tickets.cuh"
 
 namespace {
@@ -55,6 +56,24 @@ static_assert(PYOPS_NORM_CHUNK % CHUNK == 0, "ranks share multiples of PYOPS_NOR
 extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64_t>(n, CHUNK) + 1; }
 
 namespace {
+// What else the last block does for grad_norm_logged.
+struct Logged {
+    int64_t *step = nullptr;                // NULL: nothing
+    float *log = nullptr;
+    int64_t *written = nullptr;
+    const float *loss = nullptr;
+    const int32_t *valid = nullptr;
+    int64_t capacity = 1;
+
+    // By the thread that has computed the norm.
+    __device__ __forceinline__ void operator()(float norm) const {
+        if (!step) return;
+        step[0]++;
+        write_entry(log, written[0] % capacity, loss, valid, norm);
+        written[0]++;
+    }
+};
+
 // norm[0] = the root of the sum of all chunks, by one block.
 DEVICE void root_of_sum(float *norm, const double *sums, int64_t chunks, double *of_warps) {
     double sum = 0.0;
@@ -74,7 +93,7 @@ static __global__ void __launch_bounds__(NORM_THREADS) root_of_chunks(float *nor
 static_assert(CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 static __global__ void __launch_bounds__(NORM_THREADS)
     root_of_squares(float *norm, double *sums, unsigned *ticket, const float *grad, const int32_t *touched, int64_t n,
-                    bool whole) {
+                    bool whole, Logged logged) {
     wait_for_last_kernel();
     SHARED(double, of_warps, [NORM_THREADS / 32]);
     const float *x = grad + blockIdx.x * int64_t(CHUNK);
@@ -96,7 +115,20 @@ static __global__ void __launch_bounds__(NORM_THREADS)
     }
     sum = block_sum(sum, of_warps);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
-    if (block_arrives_last(ticket, gridDim.x)) root_of_sum(norm, sums, gridDim.x, of_warps);
+    if (!block_arrives_last(ticket, gridDim.x)) return;
+    root_of_sum(norm, sums, gridDim.x, of_warps);
+    if (threadIdx.x == 0) logged(norm[0]);
+}
+
+static pyops_status launch_norm(const char *who, float *norm, const float *grad, const int32_t *touched, float *work, int64_t n,
+                                const Logged &logged, void *stream) {
+    unsigned *const ticket = pyops_tickets();
+    if (!ticket) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for counters", who);
+    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(n, CHUNK));
+    return pyops_launched(who,
+                          LAUNCH_DEPENDENT(root_of_squares, blocks, NORM_THREADS, 0, stream_of(stream), norm, sums_of(work),
+                                           ticket, grad, touched, n, aligned(grad), logged),
+                          stream);
 }
 }
 
@@ -104,13 +136,20 @@ extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, const in
                                         void *stream) {
     PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld, expected at least 0", LL(n));
     if (n == 0) return pyops_fill(real(norm), 1, 0.0f, stream);
-    unsigned *const ticket = pyops_tickets();
-    if (!ticket) return pyops_fail(PYOPS_NO_MEMORY, "grad_norm: no memory for counters");
-    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(n, CHUNK));
-    return pyops_launched("grad_norm",
-                          LAUNCH_DEPENDENT(root_of_squares, blocks, NORM_THREADS, 0, stream_of(stream), norm, sums_of(work),
-                                           ticket, grad, touched, n, aligned(grad)),
-                          stream);
+    return launch_norm("grad_norm", norm, grad, touched, work, n, {}, stream);
+}
+
+extern "C" pyops_status pyops_grad_norm_logged(float *norm, int64_t *step, float *log, int64_t *written, const float *grad,
+                                               const int32_t *touched, const float *loss, const int32_t *valid, float *work,
+                                               int64_t n, int64_t capacity, void *stream) {
+    pyops_status status = check_grad_norm_logged(n, capacity);
+    if (status) return status;
+    if (n > 0)
+        return launch_norm("grad_norm_logged", norm, grad, touched, work, n, {step, log, written, loss, valid, capacity},
+                           stream);
+    status = pyops_fill(real(norm), 1, 0.0f, stream);
+    if (!status) status = pyops_increment(step, stream);
+    return status ? status : pyops_log_step(log, written, loss, valid, norm, 1, capacity, stream);
 }
 
 extern "C" pyops_status pyops_norm_of_chunks(float *norm, const float *work, int64_t n, void *stream) {

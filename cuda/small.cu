@@ -10,6 +10,7 @@
 #include "flat.cuh"
 #include "index.cuh"
 #include "reduce.cuh"
+#include "step_log.cuh"
 
 namespace {
 static constexpr int THREADS = 256;
@@ -429,12 +430,8 @@ static __global__ void write_entries(float *log, int64_t *written, const float *
                                      int64_t steps, int64_t capacity) {
     wait_for_last_kernel();
     const int64_t first = written[0];
-    for (int64_t k = threadIdx.x; k < steps; k += blockDim.x) {
-        float *entry = log + (first + k) % capacity * 3;
-        entry[0] = loss[k];
-        entry[1] = valid ? static_cast<float>(valid[k]) : 0.0f;
-        entry[2] = norm ? norm[k] : 0.0f;
-    }
+    for (int64_t k = threadIdx.x; k < steps; k += blockDim.x)
+        write_entry(log, (first + k) % capacity, loss + k, valid ? valid + k : nullptr, norm ? norm[k] : 0.0f);
     __syncthreads(); // all have read written[0]
     if (threadIdx.x == 0) written[0] = first + steps;
 }

@@ -125,8 +125,7 @@ def main(argv=None):
         loss, ctx = model.forward(Sequences(ids, positions, Packed(offsets, args.context)), labels, optimizer.count)
         plan.boundary()
         model.backward(ctx)
-        optimizer.step()
-        history.add(loss, None, optimizer.norm)
+        optimizer.step(entry=history.entry(loss, None))
 
     train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(windows)), '-b or --context', table=table,
                                    starts=starts, **model.arrays(), **optimizer.arrays(), **history.arrays())

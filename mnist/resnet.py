@@ -88,8 +88,7 @@ def main(argv=None):
         loss = loss_of(model(Tensor(as_ndarray(x))), Tensor(as_ndarray(y)))
         plan.boundary()
         loss.backward(Tensor(as_ndarray(one)))
-        optimizer.step()
-        history.add(loss.device.kernel_array(loss.array).reshape(1), None, optimizer.norm)
+        optimizer.step(entry=history.entry(loss.device.kernel_array(loss.array).reshape(1), None))
 
     def predict(images, classes):
         model.eval()

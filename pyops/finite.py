@@ -26,7 +26,8 @@ MOST_LINES = 4          # of a batch, on standard error
 
 
 class _Pieces(NamedTuple):
-    """A plan divided at its update.  end: number of actions before it;  logs: the actions after it that log the step
+    """A plan divided at its update.  end: number of actions before it;  logs: the actions after it that log the step, none if
+    an action before it does
     loss, norm: arrays of one element; norm is None if the step does not compute it
     changed: the small inputs that the actions before the update change
     amax: of the operands in this step (pyops.quantization.AmaxHistories), one of `changed`; None without delayed scaling"""
@@ -122,15 +123,18 @@ def divide(plan: Plan) -> _Pieces:
     kinds = 'parameter', 'moment'
     ends = [i for i, action in enumerate(plan.replayed)         # bfloat16 copies of the parameters are written before forward
             if any((t.base or t).kind in kinds and t.dtype == np.float32 for t in action.split()[1].values())]
-    logs = [i for i, action in enumerate(plan.replayed) if action.kernel == 'log_step']
-    if not ends or len(logs) != 1 or logs[0] < ends[0]:
-        raise ValueError('a step that is checked for finite values needs one update, and one log_step after it')
-    has_norm = any(action.kernel == 'grad_norm' for action in plan.replayed)
+    logs = [i for i, action in enumerate(plan.replayed) if action.kernel in ('log_step', 'grad_norm_logged')]
+    if not ends or len(logs) != 1:
+        raise ValueError('a step that is checked for finite values needs an update, and one entry in a log, '
+                         f'got {len(logs)}')
+    has_norm = any(action.kernel in ('grad_norm', 'grad_norm_logged') for action in plan.replayed)
     log = plan.replayed[logs[0]]
     loss, norm = (plan.argument(log, name) for name in ('loss', 'norm'))
     written = {(t.base or t).name for action in plan.replayed[:ends[0]] for t in action.split()[1].values()}
-    changed = [array for name, array in plan.inputs.items() if name in written and (array.nbytes <= SMALL or name == 'amax')]
-    return _Pieces(ends[0], logs, loss, norm if has_norm else None, changed, plan.inputs.get('amax'))
+    changed = [array for name, array in plan.inputs.items()     # a repeated step writes the same row of the log
+               if name in written - {'log'} and (array.nbytes <= SMALL or name == 'amax')]
+    later = [i for i in logs if i >= ends[0]]
+    return _Pieces(ends[0], later, loss, norm if has_norm else None, changed, plan.inputs.get('amax'))
 
 
 def first_not_finite(plan: Plan, end: int) -> str | tuple[int, Action, action_file.Memory]:
@@ -143,6 +147,8 @@ def first_not_finite(plan: Plan, end: int) -> str | tuple[int, Action, action_fi
         memory = action_file.memory_of(plan, action)
         plan.run(number, number + 1)
         for argument, tensor in action.split()[1].items():
+            if argument == 'log':               # has the losses of earlier steps
+                continue
             if tensor.dtype in backend.REAL and not np.isfinite(backend.get(plan.argument(action, argument))).all():
                 return number, action, memory
     return 'loss or gradient was not finite, but all results are finite when the step is repeated'

@@ -19,6 +19,7 @@ from pyops.backend.kernels import Kernel, declare
 from pyops.data.batches import FixedBatches
 from pyops.errors import Interrupted, UserError
 from pyops.flags import plan_requested
+from pyops.optim import Entry
 from pyops.steplog import StepLog
 from pyops.steps import CutStep, CutSteps, SizedSteps, Steps
 from pyops.training import Interrupt, Metrics, Output, Progress
@@ -78,11 +79,18 @@ class History:
         self._read, self.on_read = 0, None      # on_read(rows) is called with the rows that read() returns
 
     def add(self, loss, weight, norm):
-        """Append a row for each of K steps; call it in a step.
+        """Append a row for each of K steps; call it in a step, after the update.
 
         loss (K,), 1 <= K <= CAPACITY;  weight (K,) int32, None for the batch size;  norm (K,), None for 0
         """
         backend.launch('log_step', self.log, self.written, loss, weight, norm, loss.size, self.CAPACITY)
+
+    def entry(self, loss, weight):
+        """Return the row of a step for Optimizer.step(entry=...), which appends it with the norm of the gradient.
+
+        loss (1,);  weight (1,) int32, None for the batch size
+        """
+        return Entry(self.log, self.written, loss, weight, self.CAPACITY)
 
     def read(self, n):
         """Return [[loss, weight, norm]] of the next n <= CAPACITY steps that were not read yet."""
@@ -305,7 +313,7 @@ class Trainer:
         with trainer:
             for epoch in trainer.epochs():
                 for rows in epoch.batches():
-                    step(rows)                              # ends with history.add(loss, weight, optimizer.norm)
+                    step(rows)                  # ends with optimizer.step(entry=history.entry(loss, weight))
                 values = epoch.end(validation=...)
                 print(f'epoch {values["epoch"]} loss : {values["loss"]:.5f}')
         trainer.leave()
@@ -315,7 +323,7 @@ class Trainer:
 
     run: a Run, which the trainer updates;  epochs: number to be done in the end
     samples: number of samples of an epoch, for batches of run.batch_size; or its batches, such as TokenBatches
-    history: the History to which step() appends;  optimizer: counts the clipped steps
+    history: the History to which step() appends an entry;  optimizer: counts the clipped steps
     saver: a Saver, None to save neither checkpoints nor metrics.jsonl
     drop_last: leave out the last batch of an epoch if it is smaller than the others, unless it is the only one
     max_steps: number of steps after which the run saves and ends

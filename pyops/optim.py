@@ -49,6 +49,15 @@ if TYPE_CHECKING:
 lr_scheduler = sys.modules[f'{__name__}.lr_scheduler'] = schedules
 
 
+class Entry(NamedTuple):
+    """The row of a step in a log: see pyops.fit.History."""
+    log: Array                  # (capacity, 3): loss, weight, norm
+    written: Array              # (1,) int64: number of steps so far
+    loss: Array                 # (1,)
+    weight: Array | None        # (1,) int32
+    capacity: int
+
+
 class Group:
     """A group of parameters with settings of its own, which override the optimizer's: group['lr'], group['weight_decay'], ...
 
@@ -260,17 +269,18 @@ class Optimizer:
         for group in self.param_groups:
             group.rate[...] = value
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, entry: Entry | None = None) -> Any:
         """Update all parameters once.  If ranks share the moments (pyops.distributed.shard), each updates its share and gets
-        the others.   closure: called first, to compute the gradients; its result, the loss, is returned"""
+        the others.   closure: called first, to compute the gradients; its result, the loss, is returned
+        entry: appended to a log, with the norm of the gradient, before the update (pyops.fit.History.entry)"""
         loss = closure() if closure is not None else None
         for tensor in self._together:                   # Adam's m and v would still move its value
             if not tensor.requires_grad:
                 raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off later; '
                                    'create a new optimizer')
-        key = self._key()
+        key = None if entry else self._key()
         if key is None:
-            self._launch()
+            self._launch(entry)
         elif self._recorded is None or self._recorded[0] != key:
             self._record(key)
         else:
@@ -281,19 +291,23 @@ class Optimizer:
             tensor.array.buffer.version += 1            # backward detects that saved values have changed
         return loss
 
-    def _launch(self) -> None:
+    def _launch(self, entry: Entry | None = None) -> None:
         """Launch the kernels of a step."""
         ready = [(unit, group, moments) for (unit, moments), group in zip(self._units, self._groups, strict=True)
                  if unit.grads is not None]
         shares = None if self.params is None else self.params.shares
         if shares is not None:
             ready = [one for one in ready if one[0].values.size]        # with more ranks than chunks, some shares are empty
+        is_logged = bool(self.max_norm and ready and entry and shares is None)      # by the launch that finds the norm
         if self.max_norm:
             if ready:
-                self._find_norm([unit for unit, *_ in ready])
+                self._find_norm([unit for unit, *_ in ready], entry if is_logged else None)
             if shares is not None:
                 shares.find_norm(self.norm, self._work)
-        backend.launch('increment', self.count)
+        if not is_logged:
+            backend.launch('increment', self.count)
+            if entry:
+                backend.launch('log_step', entry.log, entry.written, entry.loss, entry.weight, self.norm, 1, entry.capacity)
         for unit, group, moments in ready:
             if self.maximize:                           # negated twice, which is exact
                 _negate(unit.grads)
@@ -341,9 +355,10 @@ class Optimizer:
         """Support copy and pickle: recorded calls refer to this optimizer's memory."""
         return vars(self) | {'_recorded': None}
 
-    def _find_norm(self, units: Sequence[Any]) -> None:
-        """Compute the global norm."""
-        _find_norm(units, self.norm, None if len(units) == 1 else self._norms, self._work_of_share)
+    def _find_norm(self, units: Sequence[Any], entry: Entry | None) -> None:
+        """Compute the global norm.   entry: also count the step and append this entry, in the same launch"""
+        norms = None if len(units) == 1 else self._norms
+        _find_norm(units, self.norm, norms, self._work_of_share, entry and (self.count, entry))
 
     def average_parameters(self, decay: float) -> None:
         """From now on keep an exponential moving average of the parameters in `average`: each step moves it towards them by
@@ -947,13 +962,20 @@ def _group_specs(params: Any) -> list[dict[str, Any]]:
     return [{**spec, 'params': spec['params']} for spec in given]
 
 
-def _find_norm(units: Sequence[Any], norm: Array, norms: Array | None, work: Array) -> None:
-    """Compute the norm of the gradients of the units: the norm of their norms.  norms: an array of them, None for one unit."""
-    for i, unit in enumerate(units):
-        grads = unit.grads
-        backend.launch('grad_norm', norm if norms is None else norms[i:i + 1], grads, unit.touched, work, grads.size)
+def _find_norm(units: Sequence[Any], norm: Array, norms: Array | None, work: Array,
+               logged: tuple[Array, Entry] | None = None) -> None:
+    """Compute the norm of the gradients of the units: the norm of their norms.  norms: an array of them, None for one unit.
+    logged: the step count, which the last launch increments, and the entry that it appends to a log"""
+    calls = [(norm if norms is None else norms[i:i + 1], unit.grads, unit.touched, unit.grads.size)
+             for i, unit in enumerate(units)]
     if norms is not None:
-        backend.launch('grad_norm', norm, norms, None, work, len(units))
+        calls.append((norm, norms, None, len(units)))
+    for to, grads, touched, n in calls if logged is None else calls[:-1]:
+        backend.launch('grad_norm', to, grads, touched, work, n)
+    if logged is not None:
+        (to, grads, touched, n), (count, entry) = calls[-1], logged
+        backend.launch('grad_norm_logged', to, count, entry.log, entry.written, grads, touched, entry.loss, entry.weight, work,
+                       n, entry.capacity)
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
@@ -1067,6 +1089,6 @@ def decaying_rate(optimizer: Optimizer, lr: float, warmup: int, total: int, kind
         backend.launch('decaying_rate', rate, optimizer.count, warmup, max(hold, warmup), total, lr, final, DECAYS.index(kind))
 
 
-declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), norm_of_chunks=Kernel(), clip=Kernel(),
+declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), grad_norm_logged=Kernel(), norm_of_chunks=Kernel(), clip=Kernel(),
         inverse_square_root=Kernel(), decaying_rate=Kernel(), ema=Kernel(), muon_momentum=Kernel(), muon_polynomial=Kernel(),
         muon_update=Kernel())

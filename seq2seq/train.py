@@ -92,8 +92,7 @@ def main(argv=None):
 
     def update(loss):
         schedule.set_rate()
-        optimizer.step()
-        history.add(loss, parts.tokens, optimizer.norm)
+        optimizer.step(entry=history.entry(loss, parts.tokens))
 
     first_batch = fit.first_batch(run, batches)
     train_step = fit.training_step(args, parts.step(gradients, update), model.params, first_batch, '-b or --num-steps',

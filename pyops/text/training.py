@@ -363,8 +363,9 @@ class Parts:
         rows: on the host."""
         sizes = [self._pairs.sizes(part) for part in self._batches.split(rows)]
         targets = np.array([target for _, _, target in sizes])
-        self.tokens[...] = targets.sum()
-        self._shares[:len(sizes)] = backend.put((targets / targets.sum()).astype(np.float32))
+        # arrays are copied from the host; to fill with a number takes a kernel on a GPU
+        self.tokens[...] = np.array([targets.sum()], np.int32)
+        self._shares[:len(sizes)] = (targets / targets.sum()).astype(np.float32)
         return tuple(size for part in sizes for size in part)
 
     def filled(self, rows):

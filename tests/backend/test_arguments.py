@@ -112,6 +112,7 @@ BOUNDS = [
     ('mlp_gradients', {}, MLP),
     ('mlp_step', {}, f'{MLP} K>=1 w1>=0 b1>=0 w2>=0 b2>=0 {ADAM}'),
     ('log_step', {}, 'steps>=1 steps<=1 capacity>=1'),
+    ('grad_norm_logged', {}, 'n>=0 capacity>=1'),
     ('inverse_square_root', {}, 'warmup>=0'),
     ('decaying_rate', {}, 'warmup>=0 hold>=0 total>=0 decay>=0 decay<=1'),
     ('fake_quantize encode', ROUNDED | {'block': 4},

@@ -782,6 +782,27 @@ def test_grad_norm_and_clip(n):
             assert np.abs(clipped - grad * (limit / want)).max() <= 1e-6 * np.abs(grad).max()
 
 
+@pytest.mark.parametrize('n', (0, 1, 17, 16384, 100_003))
+@pytest.mark.parametrize('weighted', (False, True))
+def test_a_norm_with_an_entry_has_the_bits_of_its_three_kernels(n, weighted):
+    rng, work = np.random.default_rng(n), backend.work('grad_norm', n)
+    log, touched = np.full((3, 3), -7, 'f'), rng.integers(0, 2, -(-n // BLOCK)).astype(np.int32)
+    norm, step, written = np.full(1, np.nan, 'f'), np.array([41]), np.array([2])
+    together, apart = ([array.copy() for array in (norm, step, log, written)] for _ in range(2))
+    for place in 2, 0, 1, 2:                            # the log is a ring
+        grad, loss = rng.standard_normal(n).astype('f'), rng.standard_normal(1).astype('f')
+        grad[np.repeat(touched == 0, BLOCK)[:n]] = 0
+        valid = rng.integers(1, 99, 1).astype(np.int32) if weighted else None
+        launch('grad_norm_logged', *together, grad, touched, loss, valid, work, n, 3)
+        norm, step, log, written = apart
+        launch('grad_norm', norm, grad, touched, work, n)
+        launch('increment', step)
+        launch('log_step', log, written, loss, valid, norm, 1, 3)
+        assert all(one.tobytes() == other.tobytes() for one, other in zip(together, apart, strict=True))
+        assert log[place, 0] == loss[0] and log[place, 2] == norm[0]
+    assert step[0] == 45 and written[0] == 6
+
+
 class Rate:
     """What a schedule of the learning rate reads and sets."""
 

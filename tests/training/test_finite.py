@@ -27,9 +27,10 @@ SAMPLES = 12
 
 
 class Net:
-    """Two linear layers; a row of the table x for each sample."""
+    """Two linear layers; a row of the table x for each sample.   has_entry: the optimizer logs the step, before the update"""
 
-    def __init__(self, optimizer=Adam, max_norm=1.0):
+    def __init__(self, optimizer=Adam, max_norm=1.0, has_entry=False):
+        self.has_entry = has_entry
         self.params = Parameters({'hidden.weight': Spec((6, 5), init.normal(0.5)), 'hidden.bias': Spec((6,), init.zeros()),
                                   'output.weight': Spec((3, 6), init.normal(0.5))})
         p, rng = self.params, np.random.default_rng(0)
@@ -49,6 +50,8 @@ class Net:
         loss, c4 = self.loss.forward(y, gather(self.labels, rows).reshape(-1))
         dy = self.layers[1].backward(self.loss.backward(self.one, c4), c3)
         self.layers[0].backward(self.relu.backward(dy, c2), c1)
+        if self.has_entry:
+            return self.optimizer.step(entry=self.history.entry(loss, None))
         self.optimizer.step()
         self.history.add(loss, None, self.optimizer.norm)
 
@@ -69,8 +72,9 @@ BATCHES = [np.arange(4), np.arange(4, 8), np.arange(2, 5), np.arange(8, 12)]
 @pytest.mark.parametrize('sized', [False, True])
 @pytest.mark.parametrize('optimizer', [Adam, AdamW, Muon])
 @pytest.mark.parametrize('max_norm', [1.0, None])
-def test_finite_steps_have_the_bits_of_plain_ones(sized, optimizer, max_norm, tmp_path):
-    plain, checked = Net(optimizer, max_norm), Net(optimizer, max_norm)
+@pytest.mark.parametrize('has_entry', [False, True])
+def test_finite_steps_have_the_bits_of_plain_ones(sized, optimizer, max_norm, has_entry, tmp_path):
+    plain, checked = Net(optimizer, max_norm), Net(optimizer, max_norm, has_entry)
     steps, checks = plain.planned(sized), FiniteSteps(checked.planned(sized), checked.optimizer.count, tmp_path)
     for rows in BATCHES:
         steps(rows)
@@ -83,8 +87,10 @@ def test_finite_steps_have_the_bits_of_plain_ones(sized, optimizer, max_norm, tm
 @pytest.mark.parametrize('sized', [False, True])
 @pytest.mark.parametrize('optimizer', [Adam, AdamW, Muon])
 @pytest.mark.parametrize('folder', [False, True])
-def test_a_step_that_is_not_finite_changes_nothing_but_the_step_count(sized, optimizer, folder, tmp_path, capsys):
-    net = Net(optimizer)
+@pytest.mark.parametrize('max_norm, has_entry', [(1.0, False), (1.0, True), (None, True)])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_step_count(sized, optimizer, folder, max_norm, has_entry, tmp_path,
+                                                                      capsys):
+    net = Net(optimizer, max_norm, has_entry)
     steps = FiniteSteps(net.planned(sized), net.optimizer.count, tmp_path if folder else None)
     steps(BATCHES[0])
     before = net.state()
@@ -96,6 +102,12 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_step_count(sized, opt
     assert count[0] == before[-1][0] + 1
     first, second = net.history.read(2)
     assert np.isfinite(first).all() and not np.isfinite(second).all()
+    found = tmp_path / 'not_finite_step_1.safetensors'
+    if folder:
+        assert found.exists() and 'step 1 : batch: kernel embedding_forward' in capsys.readouterr().err
+    steps(BATCHES[1])                           # the log has a row that is not finite, and the reason is still found
+    assert not np.isfinite(net.history.read(1)).all()
+    assert not folder or 'step 2 : batch: kernel embedding_forward' in capsys.readouterr().err
     steps(BATCHES[3])
     assert net.state()[0].tobytes() != before[0].tobytes() and np.isfinite(net.history.read(1)).all()
 
@@ -164,8 +176,10 @@ def test_the_kernel_that_computed_the_first_such_value_is_named_and_replayed_fro
     assert (inputs['a'] == get(net.x)[2:5]).all() and inputs['b'].shape == (5, 6) and (inputs['b'] == np.float32(3e38)).all()
 
 
-def test_every_kernel_of_a_step_has_the_same_results_from_a_file(tmp_path):
-    net = Net()
+@pytest.mark.parametrize('has_entry, logs', [(False, {'grad_norm.norm', 'log_step.log'}), (True, {
+    'grad_norm_logged.norm', 'grad_norm_logged.step', 'grad_norm_logged.log', 'grad_norm_logged.written'})])
+def test_every_kernel_of_a_step_has_the_same_results_from_a_file(has_entry, logs, tmp_path):
+    net = Net(has_entry=has_entry)
     plan = net.planned().plan(BATCHES[0])
     seen = set()
     for number, action in enumerate(plan.replayed):
@@ -176,11 +190,14 @@ def test_every_kernel_of_a_step_has_the_same_results_from_a_file(tmp_path):
         for name, array in results.items():
             seen.add(f'{action.kernel}.{name}')
             assert array.tobytes() == get(plan.argument(action, name)).tobytes(), (action.kernel, name)
-    assert {'gemm.c', 'adam.param', 'grad_norm.norm', 'log_step.log'} <= seen, seen
+    assert {'gemm.c', 'adam.param'} | logs <= seen, seen
 
 
-def test_a_finite_step_has_no_action_to_name():
-    plan = Net().planned().plan(BATCHES[0])
+@pytest.mark.parametrize('has_entry', [False, True])
+def test_a_finite_step_has_no_action_to_name(has_entry):
+    net = Net(has_entry=has_entry)
+    net.history.log[5] = np.nan                 # of a skipped step
+    plan = net.planned().plan(BATCHES[0])
     assert first_not_finite(plan, divide(plan).end) == ('loss or gradient was not finite, but all results are finite when the '
                                                         'step is repeated')
 
@@ -196,7 +213,7 @@ def test_parameters_that_were_not_finite_are_named(tmp_path, capsys):
 def test_a_step_without_an_update_or_a_log_is_refused():
     net = Net()
     steps = Steps(lambda rows: net.optimizer.step(), net.params, **net.optimizer.arrays())
-    with pytest.raises(ValueError, match='needs one update, and one log_step after it'):
+    with pytest.raises(ValueError, match='needs an update, and one entry in a log, got 0'):
         FiniteSteps(steps, net.optimizer.count)(BATCHES[0])
 
 

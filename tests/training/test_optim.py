@@ -8,6 +8,7 @@ from small_models import make_seq2seq, make_transformer, pairs
 
 from pyops import Tensor, backend, checkpoint, init, nn, optim
 from pyops.backend import library
+from pyops.fit import History
 from pyops.optim import Adam, Muon, decaying_rate, is_hidden_matrix, orthogonalized
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
@@ -440,6 +441,32 @@ def test_replayed_steps_of_an_optimiser_have_the_bits_of_launched_ones(name, max
             assert (mine.numpy() == other.numpy()).all()
     assert launched._recorded is None and kernels.count('increment') == 10
     assert (replayed._recorded is None) == (not backend.current_device().is_host)
+
+
+@pytest.mark.parametrize('max_norm', [0.5, None])
+@pytest.mark.parametrize('together', [True, False])
+@pytest.mark.parametrize('kind', [Adam, optim.SGD])
+def test_a_step_with_an_entry_has_the_bits_of_a_step_and_the_entry_after_it(kind, together, max_norm):
+    """together: all parameters in one buffer, or a norm of the norms of each"""
+    models = [nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [kind(list(model.parameters())[:None if together else 3], 0.1, max_norm=max_norm) for model in models]
+    histories, rng = [History(), History()], np.random.default_rng(0)
+    for step in range(4):
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            gradient = rng.standard_normal(parameters[0].shape)
+            for parameter in parameters:
+                parameter.grad = gradient
+        loss, weight = put(np.full(1, 2.5 + step, np.float32)), put(np.full(1, 7 + step, np.int32))
+        optimizers[0].step(entry=histories[0].entry(loss, weight))
+        optimizers[1].step()
+        histories[1].add(loss, weight, optimizers[1].norm)
+    for mine, other in zip(*(model.parameters() for model in models), strict=True):
+        assert (mine.numpy() == other.numpy()).all()
+    rows = histories[0].read(4)
+    assert rows == histories[1].read(4) and [row[:2] for row in rows] == [[2.5 + step, 7 + step] for step in range(4)]
+    assert all((norm > 0) == (max_norm is not None) for *_, norm in rows)
+    assert get(optimizers[0].count)[0] == get(optimizers[1].count)[0] == 4
 
 
 def test_an_optimiser_that_has_recorded_a_step_can_be_copied():
