@@ -133,6 +133,13 @@ def others():
     return {kernel: sorted(times, key=times.get) for kernel, times in found.items()}, outputs
 
 
+def _values(value, count):
+    """Return the values of `count` parameters from an element of parametrize, which may be a dict."""
+    if isinstance(value, type(pytest.param())):
+        return value.values
+    return value if count > 1 else [value]
+
+
 def _cases_of_modules():
     """Yield Cases of the tests that need no other fixture than torch and monkeypatch."""
     for module in MODULES:
@@ -146,8 +153,7 @@ def _cases_of_modules():
                 if mark.name == 'parametrize':
                     names, values = mark.args
                     names = [one.strip() for one in names.split(',')] if isinstance(names, str) else names
-                    sets.append([dict(zip(names, getattr(value, 'values', value if len(names) > 1 else [value]), strict=True))
-                                 for value in values])
+                    sets.append([dict(zip(names, _values(value, len(names)), strict=True)) for value in values])
             choices = [functools.reduce(dict.__or__, one) for one in itertools.product(*sets)]
             needs = set(test.__code__.co_varnames[:test.__code__.co_argcount]) - choices[0].keys()
             if needs - {'torch', 'monkeypatch'} or 'torch' in needs and not importlib.util.find_spec('torch'):

@@ -38,6 +38,12 @@ def test_other_kernels_are_tried_on_the_tests_of_strided_arrays_float64_and_opti
         mutants.others.cache_clear()
 
 
+def test_the_parameter_of_a_test_may_be_a_dict():
+    given, both = dict(patience=1), pytest.param(3, 'a', id='both')
+    assert mutants._values(given, 1) == [given] and mutants._values((3, 'a'), 2) == (3, 'a')
+    assert mutants._values(both, 2) == (3, 'a') and mutants._values(pytest.param(given), 1) == (given,)
+
+
 def test_without_a_mutant_the_same_tests_pass():
     row, size = mutants.launches().rows['layer_norm_backward'][0]
     for test in mutants.TESTS:
