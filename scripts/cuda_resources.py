@@ -162,19 +162,23 @@ def _named(kernel):
 
 
 def beyond(found, page):
-    """Return a list of lines: kernels with local memory that is not spilled, or with more registers than on a page."""
-    bad, written = [], {}
+    """Return a list of lines: kernels with local memory that is not spilled, and those that a page has otherwise: with fewer
+    registers, or not at all; or that it has alone."""
+    written, files = {}, {kernel.file for kernel in found}
     for file, name, *registers in LINE.findall(page.read_text()):
-        for architecture, count in zip(ARCHITECTURES, registers, strict=True):
-            written[file, name, architecture] = int(count or 0)
+        if file in files:
+            written |= {(file, name, architecture): int(count)
+                        for architecture, count in zip(ARCHITECTURES, registers, strict=True) if count}
+    bad = []
     for kernel in found:
         if kernel.local and not kernel.stored:
             bad.append(f'{_named(kernel)}: {kernel.local} bytes of local memory: index its arrays by constants')
-        allowed = written.get((kernel.file, kernel.name, kernel.architecture), 0)
+        allowed = written.pop((kernel.file, kernel.name, kernel.architecture), 0)
         if kernel.registers > allowed:
             bad.append(f'{_named(kernel)}: {kernel.registers} registers, on the page {allowed}: if that is wanted, update it '
                        f'with python -m {PROGRAM} {kernel.file}')
-    return bad
+    return bad + [f'{file}: {name} ({architecture}): on the page, but not in the build: update the page with '
+                  f'python -m {PROGRAM} {file}' for file, name, architecture in written]
 
 
 def tools():
