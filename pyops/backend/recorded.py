@@ -106,7 +106,8 @@ def _recorded(array_type, function, args, named):
         y.buffer.mask = None if x.buffer.mask is None else y.buffer.version
         return y
     try:
-        found = function(*map(stand_in, args), **{name: stand_in(value) for name, value in named.items()})
+        positional = list(map(stand_in, args))          # before those given by name: `run` passes them in this order
+        found = function(*positional, **{name: stand_in(value) for name, value in named.items()})
         operands, ys, masks = next(count), [], []
         for y in found if isinstance(found, tuple) else (found,):
             if not y.buffer.owner.is_new:       # a view of an operand

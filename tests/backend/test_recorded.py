@@ -146,6 +146,13 @@ def test_results_are_new_memory_and_operands_do_not_change():
             assert x.stored().tobytes() == before and x.buffer.version == 0, name
 
 
+def test_arrays_given_by_position_and_by_name_stay_apart():
+    run = recorded(NDArray, lambda x, axis, low: x.sum(axis) - low.sum(axis) * 3)
+    x, low = array(np.arange(12, dtype='f').reshape(3, 4)), array(np.ones((3, 4), 'f'))
+    found = [run(x, 0, low=low).tolist() for _ in range(4)]
+    assert found == [[3.0, 6.0, 9.0, 12.0]] * 4 and any(type(one) is tuple for one in run.recordings.values())
+
+
 def test_arguments_that_are_equal_but_of_another_type_are_other_arguments():
     x = array(numbers(2, 'float32', False))
     for _ in range(3):
