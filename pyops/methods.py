@@ -70,10 +70,30 @@ def _reduced_as_numpy(reduce: Callable[..., Any], x: Any, args: tuple[Any, ...],
         if initial is not None:
             y = (y + initial if who == 'sum' else y * initial if who == 'prod' else
                  y.maximum(initial) if who == 'max' else y.minimum(initial))
+    return _stored(y, out)
+
+
+def _stored(y: Any, out: Any) -> Any:
+    """Return y, or write it into `out`, unless that is None, and return that."""
     if out is None:
         return y
+    if out.shape != y.shape:
+        raise ValueError(f'out: expected shape {y.shape}, got {out.shape}')
     out[...] = y.numpy() if isinstance(out, np.ndarray) else y
     return out
+
+
+# other methods that take numpy's out; the first ones also its dtype
+_CONVERTED = frozenset(('cumsum', 'cumprod', 'var', 'std', 'trace'))
+_WITH_OUT = _CONVERTED | {'argmax', 'argmin', 'ptp', 'take', 'clip', 'round', 'dot', 'diagonal'}
+
+
+def _stored_as_numpy(method: Any, x: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Run a method with numpy's out and dtype: x is converted to the dtype first."""
+    out, dtype = named.pop('out', None), named.pop('dtype', None)
+    if dtype is not None and method.__name__ not in _CONVERTED:
+        raise TypeError(f'{method.__name__}: dtype: only {", ".join(sorted(_CONVERTED | _REDUCTIONS.keys()))} take it')
+    return _stored(method(x if dtype is None else x.astype(dtype), *args, **named), out)
 
 
 def accepts_torch_names(function: Function) -> Function:
@@ -84,7 +104,7 @@ def accepts_torch_names(function: Function) -> Function:
     names = {theirs: next(name for name in ours if name in own) for theirs, ours in TORCH_NAMES.items()
              if theirs not in own and own.intersection(ours)}
 
-    takes_numpys = function.__name__ in _REDUCTIONS and 'self' in own
+    takes_numpys, takes_out = (function.__name__ in kinds and 'self' in own for kinds in (_REDUCTIONS, _WITH_OUT))
 
     @functools.wraps(function)
     def wrapper(*args: Any, **named: Any) -> Any:
@@ -96,6 +116,8 @@ def accepts_torch_names(function: Function) -> Function:
                 named[name] = named.pop(given)
             if takes_numpys and isinstance(args[0], Methods) and not named.keys().isdisjoint(_OF_NUMPY):
                 return _reduced_as_numpy(function, args[0], args[1:], named)
+            if takes_out and isinstance(args[0], Methods) and ('out' in named or 'dtype' in named):
+                return _stored_as_numpy(function, args[0], args[1:], named)
         return function(*args, **named)
     return wrapper              # type: ignore[return-value]
 
@@ -107,14 +129,24 @@ def accepts_tuple(*names: str) -> Callable[[Function], Function]:
         def wrapper(self: Any, *values: Any, **named: Any) -> Any:
             if not named:
                 return function(self, *values)
+            is_fortran = 'order' in named and function.__name__ == 'reshape' and is_fortran_order(self, named.pop('order'))
             for name in names:
                 if name in named:
                     if values:
                         raise TypeError(f'{function.__name__}: got values and also {name}; give one of them')
                     values = (named.pop(name),)
+            if is_fortran:
+                return function(self.T, tuple(several(values)[::-1]), **named).T
             return function(self, *values, **named)
         return wrapper              # type: ignore[return-value]
     return decorate
+
+
+def is_fortran_order(x: Any, order: str | None) -> bool:
+    """Return whether numpy's `order` counts elements along the first axis first.  A and K are the order in memory."""
+    if order not in ('C', 'F', 'A', 'K', None):
+        raise ValueError(f"order: expected 'C', 'F', 'A' or 'K', got {order!r}")
+    return order == 'F' or order in ('A', 'K') and not x._plain().is_compact() and x._plain().T.is_compact()
 
 
 @functools.lru_cache(8192, typed=True)          # typed: 1.0 equals 1 but is not an axis
@@ -288,6 +320,7 @@ class Methods:
         signs = ((x > 0) * 1 - (x < 0) * 1).astype(x.dtype)
         return self._constant(signs if x.dtype.kind != 'f' else signs / (x == x))       # 0 / 0 for NaN
 
+    @accepts_torch_names
     def round(self, decimals: int = 0) -> Self:
         """Return x rounded to a number of decimals, halves to even, without a gradient."""
         x = self._plain() * 10.0 ** decimals if decimals else self._plain()
@@ -372,6 +405,7 @@ class Methods:
 
     power = pow
 
+    @accepts_torch_names
     def clip(self, min: Any = None, max: Any = None) -> Self:
         """Return x with elements below `min` replaced by `min`, and those above `max` by `max`.  None: no limit."""
         if min is None and max is None:
@@ -414,6 +448,7 @@ class Methods:
             raise ValueError(f't: expected at most 2 axes, got shape {self.shape}; use mT or transpose')
         return self.permute(tuple(reversed(range(self.ndim))))
 
+    @accepts_torch_names
     def dot(self, other: Numbers) -> Self:
         """Return the sum of products over the last axis of x and the last but one of `other` (its only one if it is a
         vector)."""
@@ -492,12 +527,18 @@ class Methods:
 
     @accepts_torch_names
     def var(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, correction: int | None = None,
-            unbiased: bool | None = None) -> Self:
+            unbiased: bool | None = None, where: Numbers | None = None) -> Self:
         """Return the variance: the sum of squared deviations from the mean, divided by n - ddof.
 
         `correction` and `unbiased` are PyTorch's names: correction=1 and unbiased=True both mean ddof=1.
+        where: a mask of the elements that count
         """
         ddof = correction if correction is not None else int(unbiased) if unbiased is not None else ddof
+        if where is not None and where is not True:
+            choose, mask = self._function('where'), self._operand(where)
+            deviation = choose(mask, self - self.mean(axis, keepdims=True, where=mask), 0)
+            count = choose(mask, 1, 0).broadcast_to(self.shape).sum(axis, keepdims=keepdims) - ddof
+            return (deviation * deviation).sum(axis, keepdims=keepdims) / count.maximum(0)        # 0 / 0 is NaN, as numpy's
         deviation = self - self.mean(axis, keepdims=True)
         total = (deviation * deviation).sum(axis, keepdims=keepdims)
         n = math.prod(self.shape[d] for d in normal_axes(as_axes(axis), self.ndim)) - ddof
@@ -505,9 +546,9 @@ class Methods:
 
     @accepts_torch_names
     def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, correction: int | None = None,
-            unbiased: bool | None = None) -> Self:
+            unbiased: bool | None = None, where: Numbers | None = None) -> Self:
         """Return the standard deviation, the square root of `var`."""
-        return self.var(axis, ddof, keepdims, correction, unbiased).sqrt()
+        return self.var(axis, ddof, keepdims, correction, unbiased, where).sqrt()
 
     @accepts_torch_names
     def prod(self, axis: Axis = None, keepdims: bool = False) -> Self:
@@ -619,6 +660,27 @@ class Methods:
             x, step = self._function('concatenate')([x[(*before, slice(0, step))], later], d), 2 * step
         return x
 
+    def _argextreme(self, axis: int, sign: int) -> np.ndarray:
+        """Return the positions of the running maxima along an axis, for sign -1 of minima: the last of equals; NaN wins."""
+        x = _numpy(self)
+        best = (np.maximum if sign > 0 else np.minimum).accumulate(x, axis)
+        at = np.arange(x.shape[axis], dtype=np.int32).reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+        return np.maximum.accumulate(np.where((x == best) | (x != x), at, 0), axis)
+
+    @accepts_torch_names
+    def cummax(self, axis: int) -> tuple[Self, Self]:
+        """Return the maxima of the first 1, 2, ... elements along an axis, and their indices, int32, the last of equals."""
+        d, = normal_axes(axis, self.ndim)
+        at = self._constant(self._plain()._operand(self._argextreme(d, 1)))
+        return self.take_along_axis(at, d), at
+
+    @accepts_torch_names
+    def cummin(self, axis: int) -> tuple[Self, Self]:
+        """Return the minima of the first 1, 2, ... elements along an axis, and their indices, int32, the last of equals."""
+        d, = normal_axes(axis, self.ndim)
+        at = self._constant(self._plain()._operand(self._argextreme(d, -1)))
+        return self.take_along_axis(at, d), at
+
     @accepts_torch_names
     def argsort(self, axis: int | None = -1, descending: bool = False, *, kind: str | None = None,
                 stable: bool | None = None) -> Self:
@@ -680,10 +742,15 @@ class Methods:
         return self.take(index, axis)
 
     @accepts_torch_names
-    def take(self, indices: Numbers, axis: int | None = None) -> Self:
+    def take(self, indices: Numbers, axis: int | None = None, *, mode: str = 'raise') -> Self:
         """Return the elements at these indices along an axis; None: of the flattened array.  Negative ones count from the
-        end."""
+        end.  mode: numpy's 'raise', 'wrap' or 'clip', for indices outside."""
         x, d = self._along(axis)
+        if mode != 'raise':
+            n, at = x.shape[d], _numpy(indices)
+            if mode not in ('wrap', 'clip'):
+                raise ValueError(f"take: mode: expected 'raise', 'wrap' or 'clip', got {mode!r}")
+            indices = at % n if mode == 'wrap' else at.clip(0, n - 1)
         return x[(slice(None),) * d + (_index(indices),)]
 
     @accepts_torch_names
@@ -802,6 +869,7 @@ class Methods:
         rows = np.arange(max(-offset, 0), max(min(x.shape[-2], x.shape[-1] - offset), max(-offset, 0)))
         return x[..., rows, rows + offset]
 
+    @accepts_torch_names
     def trace(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Self:
         """Return the sum of a diagonal."""
         return self.diagonal(offset, axis1, axis2).sum(-1)
@@ -827,8 +895,14 @@ class Methods:
 
     expand_dims = unsqueeze
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
-        """Merge the axes from start_dim to end_dim into one.  A view if strides allow it, as reshape."""
+    def flatten(self, start_dim: Any = 0, end_dim: int = -1, *, order: str = 'C') -> Self:
+        """Merge the axes from start_dim to end_dim into one.  A view if strides allow it, as reshape.
+
+        order: numpy's, also by position: 'F' counts along the first axis first
+        """
+        start_dim, order = (0, start_dim) if isinstance(start_dim, str) else (start_dim, order)
+        if is_fortran_order(self, order):
+            return self.T.flatten()
         if not self.ndim:
             return self.reshape(1)
         (start,), (end,) = normal_axes(start_dim, self.ndim), normal_axes(end_dim, self.ndim)
@@ -836,9 +910,9 @@ class Methods:
             raise ValueError(f'flatten: expected start_dim at or before end_dim, got {start_dim} and {end_dim}')
         return self.reshape(*self.shape[:start], math.prod(self.shape[start:end + 1]), *self.shape[end + 1:])
 
-    def ravel(self) -> Self:
-        """Return the elements as one axis: a view if strides allow it."""
-        return self._reshape((-1,))
+    def ravel(self, order: str = 'C') -> Self:
+        """Return the elements as one axis: a view if strides allow it.   order: 'F' counts along the first axis first"""
+        return (self.T if order != 'C' and is_fortran_order(self, order) else self)._reshape((-1,))
 
     def _reshape(self, shape: Shape) -> Self:
         """Do what reshape does, for a tuple of ints."""

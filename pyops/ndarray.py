@@ -544,8 +544,8 @@ class NDArray(Array, TorchMethods):
 
     # ---- copies ------------------------------------------------------------------------------------
 
-    def copy(self) -> NDArray:
-        """Return a compact copy."""
+    def copy(self, order: str = 'C') -> NDArray:
+        """Return a compact copy.   order: accepted as in numpy, without effect"""
         y = _SMALL_UNARY['copy'](self)
         if y is not None:
             return y
@@ -1022,9 +1022,9 @@ class NDArray(Array, TorchMethods):
         d, = normal_axes(axis, self.ndim)
         return tuple(self[(slice(None),) * d + (i,)] for i in range(self.shape[d]))
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> NDArray:
+    def flatten(self, start_dim: Any = 0, end_dim: int = -1, *, order: str = 'C') -> NDArray:
         """Return a copy with the axes from start_dim to end_dim merged; reshape and ravel return a view if possible."""
-        y = super().flatten(start_dim, end_dim)
+        y = super().flatten(start_dim, end_dim, order=order)
         return y.copy() if y.buffer is self.buffer else y
 
     def bits_of(self) -> NDArray:

@@ -248,6 +248,49 @@ class TorchMethods(Methods):
         return y.reshape(shape) if keepdims else y
 
     @accepts_torch_names
+    def quantile(self, q: Numbers, axis: Axis = None, keepdims: bool = False, *, method: str = 'linear',
+                 interpolation: str | None = None) -> Self:
+        """Return quantile q over axes, 0 <= q <= 1; of several q along a new first axis.  NaN if there is one.
+
+        method: between the two nearest elements 'linear', 'lower', 'higher', 'midpoint' or 'nearest'; interpolation: PyTorch's
+        name.  ValueError for another q, and without elements.
+        """
+        method, at = method if interpolation is None else interpolation, np.asarray(_numpy(q), np.float64)
+        x, shape = self._merged(axis)
+        n = x.shape[-1]
+        if not n or not ((at >= 0) & (at <= 1)).all():
+            raise ValueError(f'quantile: expected 0 <= q <= 1 and at least one element, got q {at.tolist()} and {n} elements')
+        place = at.reshape(-1) * (n - 1)
+        rounded = {'linear': place, 'lower': np.floor(place), 'higher': np.ceil(place), 'nearest': np.round(place),
+                   'midpoint': (np.floor(place) + np.ceil(place)) / 2}
+        if method not in rounded:
+            raise ValueError(f'quantile: method: expected one of {", ".join(rounded)}, got {method!r}')
+        below = np.floor(rounded[method]).astype(np.int32)
+        part = (rounded[method] - below).astype(x.dtype if x.dtype.kind == 'f' else np.float32)
+        ordered = x.sort(-1)
+        low, high = ordered[..., below], ordered[..., np.minimum(below + 1, n - 1)]
+        y = self._function('where')(part == 0, low, low + (high - low) * part)        # infinity minus infinity is NaN
+        last = ordered[..., n - 1:]             # NaN is last
+        y = self._function('where')(last.isnan(), last, y).moveaxis(-1, 0)
+        return y.reshape(*at.shape, *(shape if keepdims else y.shape[1:]))
+
+    @accepts_torch_names
+    def kthvalue(self, k: int, axis: int = -1, keepdims: bool = False) -> tuple[Self, Self]:
+        """Return the k-th smallest elements along an axis, counted from 1, and their int32 indices.  ValueError for an invalid
+        k."""
+        d, = normal_axes(axis, self.ndim)
+        if not 1 <= k <= self.shape[d]:
+            raise ValueError(f'kthvalue: expected k from 1 to {self.shape[d]}, the size of axis {axis}, got {k}')
+        at = self.argsort(d)[(slice(None),) * d + (slice(k - 1, k),)]
+        y = self._picked(at, d)
+        return (y, at) if keepdims else (y.squeeze(d), at.squeeze(d))
+
+    @accepts_torch_names
+    def aminmax(self, axis: int | None = None, keepdims: bool = False) -> tuple[Self, Self]:
+        """Return the minimum and the maximum along an axis, or of all elements."""
+        return self.min(axis, keepdims), self.max(axis, keepdims)
+
+    @accepts_torch_names
     def count_nonzero(self, axis: Axis = None, keepdims: bool = False) -> Self:
         """Return the number of elements over axes that are not 0, int32."""
         return (self != 0).sum(axis, keepdims)

@@ -268,6 +268,7 @@ class Tensor(Recorded, TorchMethods):
     def _power_norm(self, ord: float, axis: Axis, keepdims: bool) -> Tensor:
         return apply(reductions.Norm, self, p=ord, axis=axis, keepdims=keepdims)
 
+    @accepts_torch_names
     def clip(self, min: Any = None, max: Any = None) -> Tensor:
         """Return x with elements below `min` replaced by `min`, and those above `max` by `max`.  None: no limit.
         An element that equals a limit has the whole gradient, as in PyTorch."""
@@ -316,8 +317,8 @@ class Tensor(Recorded, TorchMethods):
         """Reverse the order along these axes, given as numbers or one tuple; along all if none or None is given."""
         return apply(shapes.Flip, self, axes=flipped_axes(axes, axis, self.ndim))
 
-    def copy(self) -> Tensor:
-        """Return a copy through which gradients flow."""
+    def copy(self, order: str = 'C') -> Tensor:
+        """Return a copy through which gradients flow.   order: accepted as in numpy, without effect"""
         return apply(shapes.Copy, self)
 
     def astype(self, dtype: DTypeLike, copy: bool = False) -> Tensor:

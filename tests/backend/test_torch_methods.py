@@ -342,7 +342,8 @@ def test_every_axis_may_be_called_dim():
     """Call each function and method that has an axis with axis= and with dim=."""
     more = {'gather': dict(index=np.zeros((1, 4), np.int32)), 'index_select': dict(index=J),
         **dict.fromkeys(('take_along_axis', 'take_along_dim'), dict(indices=I[:1])),
-            'take': dict(indices=J), 'topk': dict(k=2), 'repeat': dict(repeats=2), 'repeat_interleave': dict(repeats=2),
+            'take': dict(indices=J), 'topk': dict(k=2), 'kthvalue': dict(k=2),
+            'quantile': dict(q=0.5), 'repeat': dict(repeats=2), 'repeat_interleave': dict(repeats=2),
             'roll': dict(shift=1), 'split': dict(sizes=1), 'chunk': dict(chunks=2), 'select': dict(index=1),
             'narrow': dict(start=0, length=1), 'unfold': dict(size=1, step=1), 'tensor_split': dict(sections=2),
             'unflatten': dict(sizes=(3, 1)), 'scatter': dict(index=I, src=1.0), 'scatter_add': dict(index=I, src=Y[:2]),
