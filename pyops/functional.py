@@ -979,24 +979,83 @@ def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
 
 
 def max_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-               padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, ceil_mode: bool = False) -> Tensor:
+               padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, ceil_mode: bool = False,
+               return_indices: bool = False) -> Any:
     """Return the maximum of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
 
     kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size.  ceil_mode: round Ho and Wo up, so that
     a last window may reach beyond the padding.  The gradient goes to the first of equal maxima.
+    return_indices: return also their int32 positions in each flattened image, which max_unpool2d takes.
     """
+    x = tensor(x)
     settings: dict[str, Any] = dict(kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation,
                                     ceil_mode=ceil_mode)
-    return _pooled(tensor(x), MaxPool2d, PoolMaxima, settings)
+    y = _pooled(x, MaxPool2d, PoolMaxima, settings)
+    if not return_indices:
+        return y
+    if backend.is_recorded():
+        raise TypeError('max_pool2d: return_indices: a plan cannot record the positions, which Python computes')
+    stride = kernel_size if stride is None else stride
+    window = [pair(name, value, 0) for name, value in (('kernel_size', kernel_size), ('stride', stride), ('padding', padding),
+                                                       ('dilation', dilation))]
+    return y, Tensor(_places_of_maxima(x.numpy(), y.shape[-2:], *window), device=x.device)
+
+
+def _places_of_maxima(x: np.ndarray, sizes: Shape, kernel: Shape, stride: Shape, padding: Shape, dilation: Shape) -> np.ndarray:
+    """Return the positions in flattened images (..., H, W) of the first maxima of windows, (..., *sizes) int32."""
+    H, W = x.shape[-2:]
+    rows, columns = (np.arange(n).reshape(-1, 1) * s - p + np.arange(k) * d
+                     for n, k, s, p, d in zip(sizes, kernel, stride, padding, dilation, strict=True))
+    inside = ((rows >= 0) & (rows < H))[:, None, :, None] & ((columns >= 0) & (columns < W))[None, :, None, :]
+    places = (rows.clip(0, H - 1) * W)[:, None, :, None] + columns.clip(0, W - 1)[None, :, None, :]
+    places, inside = (one.reshape(*sizes, -1) for one in (places, inside))
+    found = np.where(inside, x.reshape(*x.shape[:-2], H * W)[..., places], -np.inf).argmax(-1)
+    return np.take_along_axis(np.broadcast_to(places, (*found.shape, places.shape[-1])), found[..., None],
+                              -1)[..., 0].astype(np.int32)
+
+
+def max_unpool2d(x: Numbers, indices: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+                 padding: int | Sequence[int] = 0, output_size: Sequence[int] | None = None) -> Tensor:
+    """Write maxima x (..., Ho, Wo) to their positions `indices` in images of zeros: the inverse of max_pool2d.
+
+    output_size: (H, W), also with the axes before; None: the smallest images with these windows
+    """
+    x = tensor(x)
+    kernel, steps, padded = (pair('max_unpool2d', value, 0) for value in (
+        kernel_size, kernel_size if stride is None else stride, padding))
+    sizes = tuple((n - 1) * s - 2 * p + k for n, k, s, p in zip(x.shape[-2:], kernel, steps, padded, strict=True))
+    sizes = sizes if output_size is None else tuple(output_size)[-2:]
+    places, area = tensor(indices).reshape(*x.shape[:-2], -1), math.prod(sizes)
+    if places.size and not 0 <= places.numpy().min() <= places.numpy().max() < area:
+        raise ValueError(f'max_unpool2d: indices: expected positions below {area} in images of {sizes}, got some up to '
+                         f'{places.numpy().max()}; pass output_size')
+    flat = x.new_zeros(*x.shape[:-2], area).scatter(-1, places, x.reshape(*x.shape[:-2], -1))
+    return flat.reshape(*x.shape[:-2], *sizes)
+
+
+def max_unpool1d(x: Numbers, indices: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0,
+                 output_size: Sequence[int] | None = None) -> Tensor:
+    """Write maxima x (..., Lo) to their positions in sequences of zeros, as max_unpool2d."""
+    sizes = None if output_size is None else (1, output_size[-1])
+    return max_unpool2d(tensor(x).unsqueeze(-2), indices, (1, one(kernel_size)), stride and (1, one(stride)), (0, one(padding)),
+                        sizes).squeeze(-2)
 
 
 def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-               padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True) -> Tensor:
+               padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True,
+               divisor_override: int | None = None) -> Tensor:
     """Return the average of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
 
     kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  ceil_mode: round Ho and Wo up, so that a last
     window may reach beyond the padding; only its elements inside count.  count_include_pad: padding counts as zeros.
+    divisor_override: divide the sum of each window by this number.  ValueError with ceil_mode.
     """
+    if divisor_override is not None:
+        if ceil_mode or divisor_override == 0:
+            raise ValueError(f'avg_pool2d: divisor_override: expected a number other than 0, without ceil_mode, got '
+                             f'{divisor_override}')
+        terms = math.prod(pair('kernel_size', kernel_size, 1))
+        return avg_pool2d(x, kernel_size, stride, padding) * (terms / divisor_override)
     settings: dict[str, Any] = dict(kernel_size=kernel_size, stride=stride, padding=padding, ceil_mode=ceil_mode,
                                     count_include_pad=count_include_pad)
     return _pooled(tensor(x), AvgPool2d, PoolMeans, settings)
@@ -1010,11 +1069,12 @@ def _pooled(x: Tensor, op: Any, of_doubles: Any, settings: dict[str, Any]) -> Te
 
 
 def max_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0, dilation: int = 1,
-               ceil_mode: bool = False) -> Tensor:
+               ceil_mode: bool = False, return_indices: bool = False) -> Any:
     """Return the maximum of each window: x (N, C, L) -> (N, C, Lo).  Settings as in max_pool2d."""
     x = _with_height('max_pool1d', x)
-    return max_pool2d(x, (1, one(kernel_size)), stride and (1, one(stride)), (0, one(padding)), (1, one(dilation)),
-                      ceil_mode).squeeze(-2)
+    y = max_pool2d(x, (1, one(kernel_size)), stride and (1, one(stride)), (0, one(padding)), (1, one(dilation)), ceil_mode,
+                   return_indices)
+    return tuple(part.squeeze(-2) for part in y) if return_indices else y.squeeze(-2)
 
 
 def avg_pool1d(x: Numbers, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False,
@@ -1036,6 +1096,171 @@ def _with_height(who: str, x: Numbers) -> Tensor:
     if x.ndim not in (2, 3):
         raise ValueError(f'{who}: expected x (N, C, L), got shape {x.shape}')
     return x.unsqueeze(-2)
+
+
+def triple(name: str, value: Any, least: int = 1) -> tuple[int, ...]:
+    """Return a setting of volumes as three ints, for depth, height and width.  ValueError if one is below `least`."""
+    found = tuple(value) if isinstance(value, tuple | list) else (value,) * 3
+    if len(found) != 3 or any(not hasattr(n, '__index__') or n < least for n in found):
+        raise ValueError(f'{name}: expected a whole number of at least {least}, or three, got {value!r}')
+    return found
+
+
+def conv3d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,
+           padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1) -> Tensor:
+    """Convolve volumes with filters: x (N, C, D, H, W), weight (O, C / groups, kd, kh, kw) -> (N, O, Do, Ho, Wo).
+
+    Settings as in conv2d, with ints or triples.  It is the sum of kd convolutions of the slices as images.
+    """
+    x, weight = tensor(x), tensor(weight)
+    if x.ndim == 4:
+        return conv3d(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+    if x.ndim != 5 or weight.ndim != 5:
+        raise ValueError(f'conv3d: expected x (N, C, D, H, W) and weight (O, C / groups, kd, kh, kw), got shapes {x.shape} and '
+                         f'{weight.shape}')
+    (step, *steps), (gap, *gaps) = triple('stride', stride), triple('dilation', dilation)
+    N, C, D, H, W = x.shape
+    kd, plane = weight.shape[2], padding
+    before = after = 0
+    if padding == 'same':
+        if step != 1:
+            raise ValueError(f"conv3d: padding: 'same' requires stride 1, got stride {stride}")
+        before, after = gap * (kd - 1) // 2, gap * (kd - 1) - gap * (kd - 1) // 2
+    elif not isinstance(padding, str):
+        before, *plane = triple('padding', padding, 0)            # type: ignore[assignment]
+        after = before
+    depth = (D + before + after - gap * (kd - 1) - 1) // step + 1
+    if depth < 1:
+        raise ValueError(f'conv3d: a window of depth {gap * (kd - 1) + 1} does not fit depth {D} with padding {padding}')
+    padded = x.pad(((0, 0), (0, 0), (before, after), (0, 0), (0, 0))) if before or after else x
+    y: Any = None
+    for k in range(kd):
+        part = padded[:, :, k * gap:k * gap + (depth - 1) * step + 1:step].permute(0, 2, 1, 3, 4).reshape(N * depth, C, H, W)
+        term = conv2d(part, weight[:, :, k], None if k else bias, steps, plane, gaps, groups)
+        y = term if y is None else y + term
+    return y.reshape(N, depth, *y.shape[1:]).permute(0, 2, 1, 3, 4)
+
+
+def _pooled_volumes(pool: Callable[..., Tensor], x: Numbers, *triples: Any, **settings: Any) -> Tensor:
+    """Pool volumes by a function of images: first each slice, then along the depth."""
+    x = tensor(x)
+    if x.ndim == 4:
+        return _pooled_volumes(pool, x.unsqueeze(0), *triples, **settings).squeeze(0)
+    if x.ndim != 5:
+        raise ValueError(f'expected x (N, C, D, H, W), got shape {x.shape}')
+    kernel, stride, padding, *dilation = triples
+    N, C, D, H, W = x.shape
+    found = [triple('kernel_size', kernel), triple('stride', kernel if stride is None else stride),
+             triple('padding', padding, 0), *[triple('dilation', value) for value in dilation]]
+    y = pool(x.permute(0, 2, 1, 3, 4).reshape(N * D, C, H, W), *[triple[1:] for triple in found], **settings)
+    h, w = y.shape[-2:]
+    y = y.reshape(N, D, C, h * w).permute(0, 2, 1, 3)
+    y = pool(y, *[(triple[0], neutral) for triple, neutral in zip(found, (1, 1, 0, 1), strict=False)], **settings)
+    return y.reshape(*y.shape[:-1], h, w)
+
+
+def max_pool3d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+               padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, ceil_mode: bool = False,
+               return_indices: bool = False) -> Tensor:
+    """Return the maximum of each window: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo).  Settings: ints or triples.
+    ValueError for return_indices."""
+    if return_indices:
+        raise ValueError('max_pool3d: return_indices: expected False, got True; max_pool2d and max_pool1d have positions')
+    return _pooled_volumes(max_pool2d, x, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode)
+
+
+def avg_pool3d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+               padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True) -> Tensor:
+    """Return the average of each window: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo).  Settings: ints or triples."""
+    return _pooled_volumes(avg_pool2d, x, kernel_size, stride, padding, ceil_mode=ceil_mode,
+                           count_include_pad=count_include_pad)
+
+
+def local_response_norm(x: Numbers, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
+    """Return x / (k + alpha * mean of squares over `size` neighbouring channels)^beta;  x (N, C, ...)."""
+    x = tensor(x)
+    if x.ndim < 3 or size < 1:
+        raise ValueError(f'local_response_norm: expected x (N, C, ...) of 3 axes or more and size >= 1, got {x.shape} and '
+                         f'{size}')
+    squares = (x * x).pad(((0, 0), (size // 2, (size - 1) // 2), *[(0, 0)] * (x.ndim - 2)))
+    total: Any = builtins.sum(squares[:, i:i + x.shape[1]] for i in range(size))
+    return x / (total * (alpha / size) + k) ** beta
+
+
+_SELU_LEAST = -1.0507009873554805 * 1.6732632423543772         # the limit of selu for small x
+
+
+def alpha_dropout(x: Numbers, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    """Set elements to the limit of selu with probability p, then scale and shift so that mean 0 and variance 1 stay."""
+    _check_inplace('alpha_dropout', inplace)
+    x = tensor(x)
+    if not training or not p:
+        return x
+    return keeping_moments(x, dropout(Tensor(np.ones(x.shape, np.float32), device=x.device), p) != 0, p)
+
+
+def keeping_moments(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """Return the result of alpha_dropout for the mask of the elements that are kept."""
+    if p == 1:
+        return x * 0.0
+    scale = ((1 - p) * (1 + p * _SELU_LEAST ** 2)) ** -0.5
+    return where(kept, x, _SELU_LEAST) * scale - scale * _SELU_LEAST * p
+
+
+def ctc_loss(log_probs: Numbers, targets: Numbers, input_lengths: Any, target_lengths: Any, blank: int = 0,
+             reduction: str = 'mean', zero_infinity: bool = False) -> Tensor:
+    """Return the loss of connectionist temporal classification (Graves et al. 2006): -log of the probability of all paths that
+    become the target when repeated labels are merged and blanks removed.
+
+    log_probs (T, N, C), or (T, C) for one sequence;  targets (N, S), or all of them one after the other;  lengths (N,)
+    reduction: 'mean' divides each loss by the length of its target, then averages; 'sum'; 'none' (N,)
+    zero_infinity: 0 for a target that no path of this length gives, else infinity.  Its gradient is 0.
+    """
+    check_reduction('ctc_loss', reduction)
+    logs = tensor(log_probs)
+    if logs.ndim == 2:
+        loss = ctc_loss(logs.unsqueeze(1), np.atleast_2d(_integers(targets)), input_lengths, target_lengths, blank, reduction,
+                        zero_infinity)
+        return loss.reshape(())
+    T, N, _ = logs.shape
+    times, sizes = (np.broadcast_to(_integers(lengths), N) for lengths in (input_lengths, target_lengths))
+    labels, is_none = _with_blanks(_integers(targets), sizes, blank), -1e30
+    if labels.shape[0] != N or times.max(initial=0) > T or labels.shape[1] <= 2 * sizes.max(initial=0):
+        raise ValueError(f'ctc_loss: expected targets and lengths of {N} sequences, input_lengths up to {T}, got targets '
+                         f'{np.shape(targets)}, input_lengths {times.tolist()}, target_lengths {sizes.tolist()}')
+    L = labels.shape[1]
+    emitted = logs.take_along_axis(np.broadcast_to(labels, (T, N, L)), -1)
+    jumps = np.zeros((N, L), bool)              # from the label before, over a blank
+    jumps[:, 2:] = (labels[:, 2:] != blank) & (labels[:, 2:] != labels[:, :-2])
+    paths = where(np.arange(L) < 2, emitted[0], is_none)
+    for t in range(1, T):
+        one_on, two_on = (paths.pad(((0, 0), (n, 0)), is_none)[:, :L] for n in (1, 2))
+        together = stack([paths, one_on, where(jumps, two_on, is_none)]).logsumexp(0) + emitted[t]
+        paths = where((t < times)[:, None], together, paths)
+    last = paths.take_along_axis((2 * sizes)[:, None], -1)
+    before = where((sizes > 0)[:, None], paths.take_along_axis(np.maximum(2 * sizes - 1, 0)[:, None], -1), is_none)
+    losses = -concatenate([last, before], 1).logsumexp(1)
+    losses = where(losses.detach() > -is_none / 10, 0.0 if zero_infinity else math.inf, losses)
+    if reduction == 'mean':
+        losses = losses / np.maximum(sizes, 1).astype(losses.dtype)
+    return _reduced('ctc_loss', losses, reduction)
+
+
+def _integers(values: Any) -> np.ndarray:
+    return np.asarray(values.numpy() if hasattr(values, 'numpy') else values).astype(np.int64)
+
+
+def _with_blanks(targets: np.ndarray, sizes: np.ndarray, blank: int) -> np.ndarray:
+    """Return targets (N, S), or one after the other, with a blank before, between and after their labels: (N, 2 S + 1)."""
+    if targets.ndim == 1:
+        if sizes.sum() != len(targets):
+            raise ValueError(f'ctc_loss: expected {sizes.sum()} labels, the sum of target_lengths, got {len(targets)}')
+        rows = np.full((len(sizes), sizes.max(initial=0)), blank)
+        rows[np.arange(rows.shape[1]) < sizes[:, None]] = targets
+        targets = rows
+    labels = np.full((len(targets), 2 * targets.shape[1] + 1), blank)
+    labels[:, 1::2] = targets
+    return labels
 
 
 def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
@@ -1179,6 +1404,7 @@ def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *,
     is -sum_c probability[c] log softmax(x)[c], each term times weight[c], and the mean is over all rows.  They may require a
     gradient.
     Anything but ignore_index is computed with array ops, which store the logarithms of all rows.
+    A mean over no rows is NaN, with the gradient 0; on a GPU, in plans and for arrays it is 0.
     """
     check_class_weight('cross_entropy', weight)
     check_ignore_index('cross_entropy', ignore_index)
@@ -1196,10 +1422,19 @@ def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *,
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         ids = labels if labels.ndim == 1 else labels.reshape(-1)
         if not _is_double(x):
-            return as_scalar(apply(CrossEntropy, rows, ids, ignore=ignore_index))
+            loss = as_scalar(apply(CrossEntropy, rows, ids, ignore=ignore_index))
+            return loss + math.nan if _is_mean_of_none(loss, ids, ignore_index) else loss
         found = np.flatnonzero(ids.numpy() != ignore_index)
-        return -log_softmax(rows)[found, ids.numpy()[found]].sum() / builtins.max(len(found), 1)
+        return -log_softmax(rows)[found, ids.numpy()[found]].sum() / (len(found) or math.nan)
     return _negative_logs(log_softmax(x), labels, ignore_index, weight, reduction, label_smoothing)
+
+
+def _is_mean_of_none(loss: Tensor, ids: Tensor, ignore_index: int) -> bool:
+    """Return whether the kernel's loss 0 is a mean over no rows.  Not asked on a GPU, which would wait, and in plans, which
+    would record the answer."""
+    if not loss.device.is_host or backend.is_recorded() or is_interpreted() or loss.array.numpy() != 0:
+        return False
+    return bool((ids.numpy() == ignore_index).all())
 
 
 def nll_loss(x: Numbers, labels: Numbers, weight: Numbers | None = None, *, ignore_index: int = -100,
@@ -1285,7 +1520,11 @@ def _negative_logs(x: Tensor, labels: Tensor, ignore_index: int, weight: Numbers
         losses = losses - every * kept * (smoothing / C)
     if reduction == 'none':
         return losses.reshape(x.shape[:-1])
-    return losses.sum() if reduction == 'sum' else losses.sum() / factors.sum()
+    if reduction == 'sum':
+        return losses.sum()
+    total = factors.sum()
+    is_none = total == 0                                # the mean is NaN, and its gradient 0, as PyTorch's
+    return losses.sum() / where(is_none, 1.0, total) + where(is_none, math.nan, 0.0)
 
 
 def linear_cross_entropy(x: Numbers, weight: Numbers, bias: Numbers, labels: Numbers, ignore_index: int = -100,
@@ -1556,7 +1795,7 @@ def _accept_torch_names() -> None:
     """Let the functions of this module take their arguments by PyTorch's names, too."""
     for name, function in list(globals().items()):
         is_own = isinstance(function, FunctionType) and function.__module__ == __name__
-        if is_own and not name.startswith(('_', 'check_', 'tensor')) and name != 'one':
+        if is_own and not name.startswith(('_', 'check_', 'tensor')) and name not in ('one', 'triple', 'keeping_moments'):
             globals()[name] = accepts_torch_names(function)
 
 

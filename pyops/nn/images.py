@@ -31,6 +31,32 @@ class AdaptiveMaxPool1d(FunctionLayer, function=F.adaptive_max_pool1d, output_si
     """The maxima of output_size windows: x (N, C, L) -> (N, C, output_size)."""
 
 
+class MaxPool3d(FunctionLayer, function=F.max_pool3d, kernel_size=..., stride=None, padding=0, dilation=1, return_indices=False,
+                ceil_mode=False):
+    """The maximum of each window: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo).  return_indices: False."""
+
+
+class AvgPool3d(FunctionLayer, function=F.avg_pool3d, kernel_size=..., stride=None, padding=0, ceil_mode=False,
+                count_include_pad=True):
+    """The average of each window: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo)."""
+
+
+class MaxUnpool2d(FunctionLayer, function=F.max_unpool2d, kernel_size=..., stride=None, padding=0):
+    """Write maxima to the positions from MaxPool2d(return_indices=True): unpool(x, indices, output_size=(H, W))."""
+
+    def forward_tensors(self, x: Tensor, indices: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        settings = [getattr(self, name) for name in self._arguments.parameters]
+        return self.function(x, indices, *settings, output_size)
+
+
+class MaxUnpool1d(MaxUnpool2d, function=F.max_unpool1d, kernel_size=..., stride=None, padding=0):
+    """MaxUnpool2d of sequences."""
+
+
+class LocalResponseNorm(FunctionLayer, function=F.local_response_norm, size=..., alpha=1e-4, beta=0.75, k=1.0):
+    """x / (k + alpha * mean of squares over `size` neighbouring channels)^beta;  x (N, C, ...)."""
+
+
 class Unfold(FunctionLayer, function=F.unfold, kernel_size=..., dilation=1, padding=0, stride=1):
     """The windows of images as columns: x (N, C, H, W) -> (N, C kh kw, Ho Wo)."""
 

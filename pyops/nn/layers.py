@@ -281,6 +281,16 @@ class Dropout3d(Dropout1d):
     """Dropout of whole channels of volumes (N, C, D, H, W)."""
 
 
+class AlphaDropout(Dropout1d):
+    """Set elements to the limit of selu with probability p during training, and keep mean 0 and variance 1."""
+
+    def forward_tensors(self, x: Tensor, mask: Numbers | None = None) -> Tensor:
+        if not (self.training and self.p):
+            return x
+        kept = Dropout.forward_tensors(self, F.tensor(np.ones(x.shape, np.float32), x), mask) != 0
+        return F.keeping_moments(x, kept, self.p)
+
+
 class LayerNorm(KernelLayer):
     """Normalise the last axis to mean 0 and variance 1, then scale by weight and add bias;  x (..., features).
 
@@ -330,27 +340,28 @@ class _BatchNorm(KernelLayer):
 
     Training updates running_mean and running_var, moving averages that replace the batch statistics in evaluation.
     affine=False: without weight and bias.  track_running_stats=False: evaluation normalises over the batch, too.
+    momentum=None: the averages are those of all batches since the layer was made.
     """
     running_mean: Tensor | None
     running_var: Tensor | None
     dimensions: tuple[int, ...]         # of x
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
                  track_running_stats: bool = True) -> None:
-        if momentum is None:
-            raise ValueError(f'{type(self).__name__}: momentum: expected a number, got None')
         self.num_features = self.features = num_features
         self.eps, self.momentum, self.affine, self.track_running_stats = eps, momentum, affine, track_running_stats
         self.weight = Parameter((num_features,), init.ones()) if affine else None
         self.bias = Parameter((num_features,), init.zeros()) if affine else None
         self.running_mean = self.running_var = None
+        self._batches = 0                   # counted for momentum None
         if track_running_stats:
             self.register_buffer('running_mean', Tensor(ndarray.as_ndarray(backend.zeros(num_features))))
             self.register_buffer('running_var', Tensor(ndarray.as_ndarray(backend.put(np.ones(num_features, np.float32)))))
 
     def op(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         return (ops.BatchNorm, {'weight': self.weight, 'bias': self.bias},
-                {'training': self.training or not self.track_running_stats, 'eps': self.eps, 'momentum': self.momentum})
+                {'training': self.training or not self.track_running_stats, 'eps': self.eps,
+                 'momentum': 1 / max(self._batches, 1) if self.momentum is None else self.momentum})
 
     def constants(self) -> tuple[Any, ...]:
         return self.running_mean, self.running_var
@@ -374,6 +385,10 @@ class _BatchNorm(KernelLayer):
     def _check(self, x: Any) -> None:
         if len(x.shape) not in self.dimensions:
             raise ValueError(f'x: expected {" or ".join(map(str, self.dimensions))} axes, got shape {x.shape}')
+        if self.momentum is None and self.training:
+            if backend.is_recorded():
+                raise TypeError('momentum: expected a number while a plan records, got None: the count of batches is in Python')
+            self._batches += 1
 
     def settings(self) -> str:
         more = ''.join(f', {name}=False' for name in ('affine', 'track_running_stats') if not getattr(self, name))
@@ -654,6 +669,33 @@ class Conv1d(_Convolution):
     forward_arrays, backward = Layer.forward_arrays, Layer.backward
 
 
+class Conv3d(Layer):
+    """Conv2d of volumes: x (N, C, D, H, W) -> y (N, O, Do, Ho, Wo);  weight (out_channels, in_channels / groups, kd, kh, kw).
+
+    kernel_size, stride, padding and dilation: an int or three; padding also 'same' or 'valid'.  padding_mode: 'zeros'.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
+                 padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+                 bias: bool = True, padding_mode: str = 'zeros') -> None:
+        if padding_mode != 'zeros':
+            raise ValueError(f"Conv3d: padding_mode: expected 'zeros', got {padding_mode!r}")
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.dilation = (_naming(self, F.triple, name, value) for name, value in (
+            ('kernel_size', kernel_size), ('stride', stride), ('dilation', dilation)))
+        self.padding = padding if isinstance(padding, str) else _naming(self, F.triple, 'padding', padding, 0)
+        self.weight, self.bias = _filters(in_channels, out_channels, self.kernel_size, groups, bias)
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.conv3d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def settings(self) -> str:
+        options = (('stride', (1, 1, 1)), ('padding', (0, 0, 0)), ('dilation', (1, 1, 1)), ('groups', 1))
+        more = ''.join(f', {name}={getattr(self, name)!r}' for name, default in options if getattr(self, name) != default)
+        return (f'{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{more}'
+                f'{", bias=False" if self.bias is None else ""}')
+
+
 class ConvTranspose2d(_Convolution):
     """The transpose of Conv2d: x (N, C, H, W) -> y (N, O, Ho, Wo), Ho = (H - 1) stride - 2 padding + dilation (kh - 1) +
     output_padding + 1.
@@ -695,14 +737,13 @@ class MaxPool2d(_Images):
     """The maximum of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
 
     kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size.  ceil_mode: a last window may reach
-    beyond the padding.  return_indices is not supported.
+    beyond the padding.  return_indices: return also the positions of the maxima, for MaxUnpool2d.
     """
 
     def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
                  padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, return_indices: bool = False,
                  ceil_mode: bool = False) -> None:
-        if return_indices:
-            raise ValueError('MaxPool2d: return_indices: expected False, got True; the op keeps its indices for itself')
+        self.return_indices = return_indices
         self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
         self.padding, self.dilation, self.ceil_mode = padding, dilation, ceil_mode
         _naming(self, ops.MaxPool2d, kernel_size, stride, padding, dilation, ceil_mode)
@@ -710,6 +751,17 @@ class MaxPool2d(_Images):
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.MaxPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
                                    'dilation': self.dilation, 'ceil_mode': self.ceil_mode, 'name': self._path or 'max_pool2d'}
+
+    def forward_tensors(self, x: Tensor) -> Any:
+        if not self.return_indices:
+            return super().forward_tensors(x)
+        return F.max_pool2d(x, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode, True)
+
+    def forward_arrays(self, x: Array) -> tuple[Any, Any]:
+        return Layer.forward_arrays(self, x) if self.return_indices else super().forward_arrays(x)
+
+    def backward(self, dy: Any, ctx: Any) -> Array:
+        return Layer.backward(self, dy, ctx) if self.return_indices else super().backward(dy, ctx)
 
     def settings(self) -> str:
         return _pooling_settings(self, dilation=1, ceil_mode=False)
@@ -723,10 +775,24 @@ class AvgPool2d(_Images):
     """
 
     def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-                 padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True) -> None:
+                 padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True,
+                 divisor_override: int | None = None) -> None:
         self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
         self.padding, self.ceil_mode, self.count_include_pad = padding, ceil_mode, count_include_pad
+        self.divisor_override = divisor_override
         _naming(self, ops.AvgPool2d, kernel_size, stride, padding, ceil_mode)
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        if self.divisor_override is None:
+            return super().forward_tensors(x)
+        return F.avg_pool2d(x, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
+                            self.divisor_override)
+
+    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
+        return super().forward_arrays(x) if self.divisor_override is None else Layer.forward_arrays(self, x)
+
+    def backward(self, dy: Array, ctx: Any) -> Array:
+        return super().backward(dy, ctx) if self.divisor_override is None else Layer.backward(self, dy, ctx)
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.AvgPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
@@ -742,15 +808,14 @@ class MaxPool1d(Layer):
 
     def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0, dilation: int = 1,
                  return_indices: bool = False, ceil_mode: bool = False) -> None:
-        if return_indices:
-            raise ValueError('MaxPool1d: return_indices: expected False, got True; the op keeps its indices for itself')
+        self.return_indices = return_indices
         self.kernel_size = F.one(kernel_size)
         self.stride, self.padding = self.kernel_size if stride is None else F.one(stride), F.one(padding)
         self.dilation, self.ceil_mode = F.one(dilation), ceil_mode
         _naming(self, ops.MaxPool2d, self.kernel_size, self.stride, self.padding, self.dilation, ceil_mode)
 
     def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.max_pool1d(x, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
+        return F.max_pool1d(x, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode, self.return_indices)
 
     settings = MaxPool2d.settings
 

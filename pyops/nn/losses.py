@@ -163,6 +163,11 @@ class KLDivLoss(_Difference):
         return F.kl_div(x, target, self.reduction, self.log_target)
 
 
+class CTCLoss(FunctionLayer, function=F.ctc_loss, blank=0, reduction='mean', zero_infinity=False):
+    """Return the loss of connectionist temporal classification, called with log_probs (T, N, C), targets (N, S), input_lengths
+    and target_lengths (N,); see F.ctc_loss."""
+
+
 # ---- distances and margins ---------------------------------------------------------------------------------------------
 
 class CosineSimilarity(FunctionLayer, function=F.cosine_similarity, dim=1, eps=1e-8):

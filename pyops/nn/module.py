@@ -189,7 +189,8 @@ class Module:
     _parent: Any = None
     _path: str | None = None
     _is_built = False
-    _hooks: tuple[dict[int, Any], dict[int, Any]] | None = None         # before and after forward
+    _hooks: tuple[dict[int, Any], ...] | None = None            # before and after forward, after backward
+    _gates: list[_Gate] | None = None                           # of calls that are running, for the hooks after backward
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if self._hooks:
@@ -221,21 +222,36 @@ class Module:
         """
         return Hook(self._all_hooks()[1], hook if with_kwargs else lambda module, inputs, named, y: hook(module, inputs, y))
 
-    def _all_hooks(self) -> tuple[dict[int, Any], dict[int, Any]]:
+    def register_full_backward_hook(self, hook: Callable[..., Any]) -> Hook:
+        """Call hook(module, grad_inputs, grad_outputs) in each backward, when the gradients of the inputs of a call module(x)
+        are complete: tuples, with None for an input or output without one.  What it returns, unless None, replaces grad_inputs.
+
+        Inputs are the Tensors given by position.  Otherwise as register_forward_pre_hook.
+        """
+        return Hook(self._all_hooks()[2], hook)
+
+    def _all_hooks(self) -> tuple[dict[int, Any], ...]:
         if self._hooks is None:
-            object.__setattr__(self, '_hooks', ({}, {}))
+            object.__setattr__(self, '_hooks', ({}, {}, {}))
+            object.__setattr__(self, '_gates', [])
         return self._hooks                  # type: ignore[return-value]
 
     def _hooked_inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for hook in list(self._all_hooks()[0].values()):
             changed = hook(self, inputs, named)
             inputs, named = (inputs, named) if changed is None else changed
+        if self._all_hooks()[2]:
+            gate = _Gate(self)
+            inputs = gate.entered(inputs)
+            self._gates.append(gate)        # type: ignore[union-attr]
         return inputs, named
 
     def _hooked_output(self, inputs: tuple[Any, ...], named: dict[str, Any], y: Any) -> Any:
         for hook in list(self._all_hooks()[1].values()):
             changed = hook(self, inputs, named, y)
             y = y if changed is None else changed
+        if self._all_hooks()[2] and self._gates:
+            self._gates.pop().leave(y)
         return y
 
     # ---- manual gradients: arrays in, arrays out ---------------------------------------------------------------------
@@ -286,7 +302,7 @@ class Module:
     def members(self) -> Iterator[tuple[str, Parameter | Module]]:
         """Yield (name, Parameter or Module) for each direct member."""
         for name, value in vars(self).items():
-            if type(value) not in _VALUES and name not in ('_parent', '_hooks'):
+            if type(value) not in _VALUES and name not in ('_parent', '_hooks', '_gates'):
                 yield from _members(name, value)
 
     def root(self) -> Module:
@@ -568,7 +584,7 @@ class Module:
 
     def __getstate__(self) -> dict[str, Any]:
         """Support pickle: a copy has the values of this module, which may be a part of a tree, in memory of its own."""
-        return {name: value for name, value in vars(self).items() if name not in ('_parent', '_path', '_is_built')}
+        return {name: value for name, value in vars(self).items() if name not in ('_parent', '_path', '_is_built', '_gates')}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -729,6 +745,61 @@ class KernelLayer(Layer):
     def backward(self, dy: Any, ctx: Any) -> Any:
         op, ctx = ctx
         return self._naming(op.backward, dy, ctx)
+
+
+class _Gate:
+    """The gradients of a call of a module with hooks after backward."""
+
+    def __init__(self, module: Module) -> None:
+        self.module, self.places, self.count, self.outputs = module, list[int](), 0, list[Any]()
+
+    def entered(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the inputs of forward, whose gradients come here."""
+        self.count = len(inputs)
+        self.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+        if not self.places or not autograd.is_grad_enabled():
+            self.places = []
+            return inputs
+        passed = _Passed.apply(self, *[inputs[i] for i in self.places])
+        found = dict(zip(self.places, passed if isinstance(passed, tuple) else (passed,), strict=True))
+        return tuple(found.get(i, x) for i, x in enumerate(inputs))
+
+    def leave(self, y: Any) -> None:
+        """Note the gradients of the results."""
+        results = [x for x in _flat(y) if isinstance(x, Tensor)]
+        self.outputs = [None] * len(results)
+        for i, x in enumerate(results):
+            if x.requires_grad:
+                x.register_hook(functools.partial(self._note, i))
+
+    def _note(self, i: int, gradient: Tensor) -> None:
+        self.outputs[i] = gradient
+        if not self.places:                 # no input has a gradient
+            self.call(())
+
+    def call(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Call the hooks with the gradients of the inputs, and return these or what replaces them."""
+        found = dict(zip(self.places, gradients, strict=True))
+        inputs = tuple(found.get(i) for i in range(self.count))
+        for hook in list(self.module._all_hooks()[2].values()):
+            changed = hook(self.module, inputs, tuple(self.outputs))
+            if changed is not None:
+                inputs = changed if isinstance(changed, tuple) else (changed,)
+        # copies: a leaf adds later gradients to its first one in place, and a hook may keep that
+        return tuple(x if x is None else x.copy() for x in (inputs[i] for i in self.places))
+
+
+class _Passed(autograd.Function):
+    """The inputs of a module, unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: _Gate, *inputs: Tensor) -> Any:
+        ctx.gate = gate
+        return tuple(x.reshape(x.shape) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *ctx.gate.call(gradients)
 
 
 # methods, not functions in the class: there these names would hide the types in annotations

@@ -2,22 +2,96 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyops.autograd import no_grad
+import numpy as np
+
+from pyops.autograd import Tensor, no_grad
 from pyops.autograd.tensor import concatenate
 from pyops.nn import sequences
+from pyops.nn.module import Module, Parameter
 from pyops.optim import clip_grad_norm_, clip_grad_value_
+from pyops.params import next_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pyops.autograd import Tensor
-    from pyops.nn.module import Module
+T = TypeVar('T', bound=Module)
 
 # PyTorch's name, also for `from pyops.nn.utils.rnn import pad_sequence`
 rnn = sys.modules[f'{__name__}.rnn'] = sequences
-__all__ = ['accuracy', 'clip_grad_norm_', 'clip_grad_value_', 'parameters_to_vector', 'rnn', 'vector_to_parameters']
+__all__ = ['accuracy', 'clip_grad_norm_', 'clip_grad_value_', 'parameters_to_vector', 'remove_weight_norm', 'rnn',
+           'spectral_norm', 'vector_to_parameters', 'weight_norm']
+
+
+def _replaced(module: Module, name: str) -> Parameter:
+    """Remove a Parameter from a module, so that the attribute can hold a Tensor computed from others, and return it."""
+    module.root().build()                   # outside the module it would not get a value
+    weight = getattr(module, name)
+    if not isinstance(weight, Parameter):
+        raise ValueError(f'{name}: expected a Parameter of {type(module).__name__}, got {type(weight).__name__}')
+    delattr(module, name)
+    return weight
+
+
+def weight_norm(module: T, name: str = 'weight', dim: int | None = 0) -> T:
+    """Compute a weight as g v / |v| from Parameters name_g and name_v before each call of a module, and return the module.
+    Salimans and Kingma 2016, arXiv:1602.07868.
+
+    dim: the axis of g; each slice of v along it is normalised.  None: one norm of all
+    """
+    weight = _replaced(module, name)
+    axes = None if dim is None else tuple(d for d in range(weight.ndim) if d != dim % weight.ndim)
+    values = weight.detach()
+    setattr(module, f'{name}_g', Parameter(values.norm(2, axes, keepdims=dim is not None).numpy()))
+    setattr(module, f'{name}_v', Parameter(values.numpy()))
+
+    def compute(module: Module, inputs: Any) -> None:
+        g, v = getattr(module, f'{name}_g'), getattr(module, f'{name}_v')
+        object.__setattr__(module, name, v * (g / v.norm(2, axes, keepdims=dim is not None)))
+    vars(module).setdefault('_weight_norms', {})[name] = module.register_forward_pre_hook(compute), compute
+    compute(module, ())
+    return module
+
+
+def remove_weight_norm(module: T, name: str = 'weight') -> T:
+    """Make a weight of weight_norm a Parameter again, with its present value.  ValueError if there is none."""
+    hook, compute = vars(module).get('_weight_norms', {}).pop(name, (None, None))
+    if hook is None:
+        raise ValueError(f'remove_weight_norm: {name}: {type(module).__name__} has no weight_norm of this name')
+    hook.remove()
+    compute(module, ())
+    weight = getattr(module, name).numpy()
+    for each in (name, f'{name}_g', f'{name}_v'):
+        delattr(module, each)
+    setattr(module, name, Parameter(weight))
+    return module
+
+
+def spectral_norm(module: T, name: str = 'weight', n_power_iterations: int = 1, eps: float = 1e-12, dim: int = 0) -> T:
+    """Divide a weight, kept as Parameter name_orig, by its largest singular value before each call, and return the module.
+    Miyato et al. 2018, arXiv:1802.05957.
+
+    The value is estimated with n_power_iterations steps in each call during training.   dim: the axis of rows of the matrix
+    """
+    weight = _replaced(module, name)
+    setattr(module, f'{name}_orig', Parameter(weight.numpy()))
+    rows = weight.shape[dim]
+    u = np.random.default_rng(next_key('spectral_norm')).standard_normal(rows).astype(np.float32)
+    module.register_buffer(f'{name}_u', Tensor(u / np.linalg.norm(u)))
+
+    def compute(module: Module, inputs: Any) -> None:
+        weight, u = getattr(module, f'{name}_orig'), getattr(module, f'{name}_u')
+        matrix = weight.moveaxis(dim, 0).reshape(rows, -1)
+        with no_grad():
+            v = (u @ matrix) / (u @ matrix).norm().maximum(eps)
+            for _ in range(n_power_iterations if module.training else 0):
+                u[...] = (matrix @ v) / (matrix @ v).norm().maximum(eps)
+                v = (u @ matrix) / (u @ matrix).norm().maximum(eps)
+        object.__setattr__(module, name, weight / (u.copy() @ (matrix @ v)))
+    module.register_forward_pre_hook(compute)
+    compute(module, ())
+    return module
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:

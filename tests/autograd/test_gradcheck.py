@@ -223,6 +223,14 @@ def test_the_json_of_the_command_grades_each_op(capsys, monkeypatch):
     assert gradient['analytic'] is gradient['error'] is None and isinstance(gradient['numeric'], float)
 
 
+@pytest.mark.parametrize('subscripts', ['ij,jk->ik', 'bij,bkj->bik', 'ii->i', 'i,i', 'ij,j,ik->k', 'ijk->kj'])
+def test_contractions_can_be_checked(subscripts):
+    sizes = dict(b=2, i=3, j=4, k=2)
+    shapes = [tuple(sizes[letter] for letter in letters) for letters in subscripts.partition('->')[0].split(',')]
+    report = pyops.gradcheck(lambda *operands: pyops.einsum(subscripts, *operands), inputs(*shapes))
+    assert report.ok and len(report.rows) == 1 + len(shapes), f'\n{report}'
+
+
 @pytest.mark.parametrize('arguments', [['gradcheck', 'lineer'], ['nothing']])
 def test_bad_arguments_of_the_command_end_with_one_line(arguments):
     run = subprocess.run([sys.executable, '-m', 'pyops', *arguments], cwd=ROOT, text=True, capture_output=True)

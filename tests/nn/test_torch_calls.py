@@ -627,7 +627,8 @@ def flat(value):
     (lambda: nn.GRUCell(0, 3), 'GRUCell: input_size: expected 1 or more, got 0'),
     (lambda: nn.RNN(3, 4, dropout=2.0), 'RNN: dropout: expected 0 to 1, got 2.0'),
     (lambda: nn.MultiheadAttention(8, 0), 'embed_dim 8 must be a multiple of num_heads 0'),
-    (lambda: nn.BatchNorm1d(3, momentum=None), 'BatchNorm1d: momentum: expected a number, got None')])
+    (lambda: nn.Conv3d(3, 4, 2, stride=0), 'Conv3d: stride: expected a whole number of at least 1, or three, got 0'),
+    (lambda: nn.Conv3d(3, 4, 2, padding_mode='reflect'), "Conv3d: padding_mode: expected 'zeros', got 'reflect'")])
 def test_constructors_check_their_arguments(make, text):
     with pytest.raises(ValueError, match=text):
         make()
