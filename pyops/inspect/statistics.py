@@ -252,7 +252,8 @@ def digits(x: Any, fmt: str | Format, mask: np.ndarray | None = None, amax: np.f
         return {}
     result = dict.fromkeys((3, 2, 1, 0), 0)
     x = np.asarray(x)
-    q = rounded(x, fmt) if amax is None else rounded(_extended(x, formats.parse(fmt), -1, amax), fmt)[:len(x)]
+    given = x if amax is None else _extended(x, formats.parse(fmt), -1, amax)
+    q = rounded(given, fmt)[tuple(map(slice, x.shape))]
     for exponent, count in exponents(q, mask).items():
         result[3 if abs(exponent) < 4 else 2 if abs(exponent) < 8 else 1 if abs(exponent) < 16 else 0] += count
     return result
@@ -318,12 +319,19 @@ def amax_of(x: np.ndarray) -> np.float32:
 
 
 def _extended(x: np.ndarray, f: Format, axis: int, amax: np.float32) -> np.ndarray:
-    """Return x with more items of axis 0 that contain amax, and zeros, in no block of x but those of the whole tensor."""
-    _, _, _, down, _ = f.grid(x.shape, axis) if f.is_scaled and x.ndim == 2 else (0, 0, 0, 1, 0)
-    is_whole = f.option('block') == 'tensor' or axis % x.ndim == 0
-    more = np.zeros((1 + (0 if is_whole else -len(x) % down), *x.shape[1:]), np.float32)
-    more[-1].reshape(-1)[0] = amax
-    return np.concatenate((x, more))
+    """Return x at the start of an array that is longer along one axis, and has zeros and amax there: they are in no block of x
+    with a number other than 0, so they change only a scale of the whole tensor."""
+    block = f.option('block')
+    is_square = f.is_scaled and isinstance(block, str) and 'x' in block
+    lengths = {0: int(block.partition('x')[0])} if is_square else {axis % x.ndim: block if isinstance(block, int) else 1, 0: 1}
+    if axis % x.ndim == 0 and not is_square:
+        lengths = {0: block if isinstance(block, int) else 1}
+    more = {along: 1 + -x.shape[along] % length for along, length in lengths.items()}
+    along = min(more, key=lambda one: x.size // x.shape[one] * more[one])
+    result = np.zeros([n + more[along] * (i == along) for i, n in enumerate(x.shape)], np.float32)
+    result[tuple(map(slice, x.shape))] = x
+    result.reshape(-1)[-1] = amax
+    return result
 
 
 def _count(flags: np.ndarray) -> int:
@@ -399,9 +407,9 @@ class Blocks:
     def tiles(self) -> Iterator[_Tile]:
         outer, n, inner = self.full
         given = self.flat if self._amax_of_all is None else _extended(self.flat, self.f, self.axis, self._amax_of_all)
-        count = math.prod(self.full)
+        inside = tuple(map(slice, self.flat.shape))
         rounded: Any = formats.fake_quantize(given, self.f, self.axis)
-        rounded = rounded.reshape(-1)[:count].reshape(self.full)
+        rounded = rounded[inside].reshape(self.full)
         scale: Any = 1.0
         each = None
         if self.f.is_block:
@@ -410,7 +418,7 @@ class Blocks:
             factor: Any = formats.encode(amax_of(given), self.f).factor         # the amax alone determines it
             scale = 1 / float(factor[0])
         elif self.f.is_scaled:
-            each = formats.element_scales(given, self.f, self.axis).reshape(-1)[:count].reshape(self.full)
+            each = formats.element_scales(given, self.f, self.axis)[inside].reshape(self.full)
         i_step = max(1, min(inner, _TILE // self.block))
         b_step = max(1, min(self.shape_of_sums[1], _TILE // (i_step * self.block)))
         o_step = max(1, _TILE // (i_step * b_step * self.block))
