@@ -16,6 +16,8 @@ from pyops.backend.kernels import KERNELS, Kernel, Made, Slice
 from pyops.inspect.writer import HEADER
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
 
     from pyops.plan import Plan
@@ -35,6 +37,7 @@ class FoundTensor(NamedTuple):
     mask: tuple[dict, ...]
     quant_type: str             # name of the format of the layer's operands
     pasts: tuple[Any, ...]      # of each of `uses`: the amax history (length,), None without delayed scaling
+    content: Any = None         # equal for tensors of a step that are the same array, unchanged, with the same mask; or None
 
     def rounded(self) -> FoundTensor:
         """Return the tensor with its uses as they are in the next step: delayed scaling has the factor of its history."""
@@ -46,6 +49,17 @@ class FoundTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return 4 * math.prod(self.shape) + HEADER
+
+
+def nbytes_of(looks: Iterable[Look]) -> int:
+    """Return the bytes of the tensors of a step, of which those with the same content are saved once."""
+    total, seen = 0, set()
+    for look in looks:
+        for tensor in look.tensors:
+            total += HEADER if tensor.content in seen else tensor.nbytes
+            if tensor.content is not None:
+                seen.add(tensor.content)
+    return total
 
 
 class Look(NamedTuple):
@@ -96,10 +110,10 @@ class _Layer:
     pasts: dict = field(default_factory=dict)       # (product, operand) -> amax history of a rounding, None without one
     index: int = 0
 
-    def saw(self, operation, name, at, array, axis=-1):
-        """Record a tensor that can be read after `at` actions.  array: an array, or a _Later."""
+    def saw(self, operation, name, at, array, axis=-1, content=None):
+        """Record a tensor that can be read after `at` actions.  array: an array, or a _Later;  content: of a _Role"""
         read, is_fresh = (array.make, True) if isinstance(array, _Later) else (lambda: array, False)
-        self.seen.setdefault((operation, name), []).append(_Seen(at, array.shape, read, is_fresh, axis))
+        self.seen.setdefault((operation, name), []).append(_Seen(at, array.shape, read, is_fresh, axis, content))
 
 
 class _Seen(NamedTuple):
@@ -108,6 +122,7 @@ class _Seen(NamedTuple):
     read: Callable
     is_fresh: bool
     axis: int
+    content: tuple | None
 
 
 class _Later(NamedTuple):
@@ -121,6 +136,7 @@ class _Role(NamedTuple):
     array: object           # an array, or a _Later
     at: int                 # number of actions after which it can be read
     rounding: int | None    # index of the action that rounded it for the product, if any
+    content: tuple | None = None        # equal for two arrays that are the same memory, not written to between their actions
 
 
 class _Finder:
@@ -160,7 +176,7 @@ class _Finder:
         layer = self.layers.setdefault(note.weight, _Layer(self._name(note), 'linear', note.product.axis, note.steps))
         x = self.role(i, note, roles['x'])
         layer.rows = x.array.shape[:-1] if note.rows is None else note.rows
-        layer.saw('forward', 'input', x.at, _with_rows(x.array, layer.rows))
+        layer.saw('forward', 'input', x.at, _with_rows(x.array, layer.rows), content=x.content)
         self._use(layer, 'input', x, 'fwd', 'x')
         at = i if note.product.before else i + 1
         if 'w' in roles:
@@ -256,7 +272,7 @@ class _Finder:
             return _Role(_Later(source.shape(sizes), lambda: source.make(sizes, self._argument_of(action))), at, None)
         if isinstance(source, Slice):
             whole = self.role(i, note, source.source)
-            return whole._replace(array=source.of(whole.array))
+            return whole._replace(array=source.of(whole.array), content=None)
         argument, axes = source if isinstance(source, tuple) else (source.removesuffix("'"), None)
         j = self.plan.writer(i, argument)
         if j is not None and self.actions[j].kernel == 'hadamard':      # undoes the transform after the rounding
@@ -265,13 +281,20 @@ class _Finder:
         if rounded:
             first = self._transform_before(j)
             first, rounded = (j, rounded) if first is None else (first, 'x')
-            return _Role(self.plan.argument(self.actions[first], rounded), first + 1, j)
+            array = self.plan.argument(self.actions[first], rounded)
+            return _Role(array, first + 1, j, self._content(first, rounded, array))
         array = self.plan.argument(action, argument)
         if axes:
             array = backend.permuted(array, axes)
         elif source.endswith("'"):
             array = array.T
-        return _Role(array, at, None)
+        return _Role(array, at, None, self._content(i, argument, array))
+
+    def _content(self, i, argument, array):
+        """Return the content of a _Role: an argument of action i that it does not write to."""
+        tensor = self.actions[i].tensors[argument]
+        return (id(tensor.base or tensor), self.plan.writer(i, argument), backend.location(array),
+                tuple(backend.element_strides(array)))
 
     def _transform_before(self, j):
         """Return the index of the Hadamard transform whose result action j, a rounding, rounds; None without one."""
@@ -351,8 +374,12 @@ class _Finder:
                     times = [n if operation == 'forward' else counts - 1 - n]       # backward starts at the last use
                 uses = tuple(layer.uses.get(name, ()))
                 pasts = tuple(layer.pasts[use['product'], use['operand']] for use in uses)
-                tensors = [FoundTensor(layer.name, layer.type, layer.index, operation, name, step, shape, one.axis, uses,
-                                       self._mask(layer, name, shape, step), quant_type, pasts) for step in times]
+                tensors = []
+                for step in times:
+                    mask = self._mask(layer, name, shape, step)
+                    content = one.content and step is None and (one.content, shape, repr(mask)) or None
+                    tensors.append(FoundTensor(layer.name, layer.type, layer.index, operation, name, step, shape, one.axis,
+                                               uses, mask, quant_type, pasts, content))
                 yield Look(one.at, tuple(tensors), one.read, one.is_fresh)
 
     def _mask(self, layer, name, shape, step):

@@ -414,7 +414,7 @@ class _Folder:
         """Return the Entry of a tensor that the manifest does not list, from the file's metadata (a dict) and its name."""
         run = max(self.manifest.runs - 1, 0)
         if isinstance(metadata.get('pyops'), str) and key == 'tensor':
-            line = tensor_line({**parse_json(metadata['pyops']), 'file': shared['file']})
+            line = tensor_line(_of_link(parse_json(metadata['pyops']), shared['file']))
             if line['shape'] != shape:
                 raise Refused(f'the tensor has shape {shape}, but the metadata of the file has {line["shape"]}')
             return Entry(**{**line, **shared, 'dtype': dtype}, run=run, training=self.manifest.training, key=key,
@@ -439,6 +439,16 @@ class _Folder:
                      dtype=dtype, mask=(), statistics=None, run=run, training=self.manifest.training, phase=fields['phase'],
                      component=fields['component'], rank=_optional_int(fields['rank']),
                      sample=_optional_int(fields['sample']), group=_optional_int(fields['group']))
+
+
+def _of_link(line: dict[str, Any], file: str) -> dict[str, Any]:
+    """Return the line in the metadata of a file with this name.  A file whose name has another layer is a link to the file of
+    that line, for the same tensor in two layers: the layer's name is unknown."""
+    match = NAME.fullmatch(os.path.splitext(file)[0])
+    if match and match['index'] is not None and int(match['index']) != line.get('index'):
+        line = {**line, 'index': int(match['index']), 'counter': int(match['counter']),
+                'layer': f'{match["layer_type"]}_L{match["index"]}'}
+    return {**line, 'file': file}
 
 
 def _optional_int(text: str | None) -> int | None:

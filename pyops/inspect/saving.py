@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pyops import backend
 from pyops.errors import UserError
-from pyops.inspect.find import find
+from pyops.inspect.find import find, nbytes_of
 from pyops.inspect.writer import Writer, size_text
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Saving:
     def _check(self, looks: Sequence[Any], steps: Sequence[int], last: int) -> tuple[str, int]:
         """Return the line that announces the dump, and its size in bytes."""
         tensors = [tensor for look in looks for tensor in look.tensors]
-        each = sum(tensor.nbytes for tensor in tensors)
+        each = nbytes_of(looks)
         layers, total = len({tensor.layer for tensor in tensors}), each * len(steps)
         if each > self.wanted.limit:
             raise UserError(f'--save-max {self.wanted.limit_text}: one step is {size_text(each)} of {layers} layers; give a '
@@ -109,7 +109,7 @@ class Saving:
                 self._found.clear()
             self._found[plan] = self._chosen(find(plan, self._side))
         looks = self._found[plan]
-        if self.writer.taken + sum(tensor.nbytes for look in looks for tensor in look.tensors) > self.wanted.limit:
+        if self.writer.taken + nbytes_of(looks) > self.wanted.limit:
             self._is_over = True
             print(f'saving of tensors ended before step {number} : --save-max {self.wanted.limit_text} is reached; '
                   'training goes on', flush=True)
@@ -120,25 +120,31 @@ class Saving:
             self.writer.batch(number, lengths, tokens)
         looks = [look._replace(tensors=tuple(tensor.rounded() for tensor in look.tensors)) for look in looks]
         done = 0
+        saved: dict[Any, dict[str, Any] | None] = {}        # content -> manifest line
         for look in looks:
             if look.at > done:
                 plan.run(done, look.at)
                 done = look.at
             dtype, arrays = look.stored()
             for tensor, array in zip(look.tensors, arrays, strict=True):
-                self._save(tensor, array, dtype, number, lengths, look.is_fresh or not backend.current_device().is_host)
+                owned = look.is_fresh or not backend.current_device().is_host
+                line = self._save(tensor, array, dtype, number, lengths, owned, saved.get(tensor.content))
+                if tensor.content is not None:
+                    saved[tensor.content] = line
         plan.run(done, len(plan.replayed))
 
-    def _save(self, tensor: Any, array: np.ndarray, dtype: str, number: int, lengths: Any, owned: bool) -> None:
+    def _save(self, tensor: Any, array: np.ndarray, dtype: str, number: int, lengths: Any, owned: bool,
+              same: dict[str, Any] | None) -> dict[str, Any] | None:
         fmt, options, axis = 'fp32', {}, tensor.axis
         if tensor.uses:                                 # the manifest lists all uses; the file name has the format of the first
             from pyops import formats
             one = formats.parse(tensor.uses[0]['format'])
             fmt, options, axis = one.name, dict(one.options), tensor.uses[0]['axis']
-        self.writer.tensor(array, layer=tensor.layer, layer_type=tensor.layer_type, index=tensor.index,
-                           operation=tensor.operation, name=tensor.name, step=number, time=tensor.time, format=fmt,
-                           quant_type=fmt if tensor.uses else tensor.quant_type, options=options, axis=axis, uses=tensor.uses,
-                           mask=tensor.mask, lengths=lengths, owned=owned, dtype=dtype)
+        return self.writer.tensor(
+            array, layer=tensor.layer, layer_type=tensor.layer_type, index=tensor.index, operation=tensor.operation,
+            name=tensor.name, step=number, time=tensor.time, format=fmt, quant_type=fmt if tensor.uses else tensor.quant_type,
+            options=options, axis=axis, uses=tensor.uses, mask=tensor.mask, lengths=lengths, owned=owned, dtype=dtype,
+            same=same)
 
     def note(self, values: Sequence[tuple[float, Any, float]]) -> None:
         """Append (loss, weight, norm) of the steps after those noted before, as pyops.fit.History reads them."""

@@ -75,6 +75,7 @@ class Writer:
         self.counter = self.tensors = 0     # tensors accepted, tensors written
         self.is_full = False                # a tensor exceeded the limit
         self._lost: Counter[str] = Counter()
+        self._lost_files: dict[str, str] = {}       # file -> reason
         self._warned, self._steps = False, 0
         self._pending: deque[str] = deque(maxlen=_PENDING)      # manifest lines not yet written
         self._ends_line = True                      # the manifest is empty or ends with a newline
@@ -118,8 +119,8 @@ class Writer:
                time: int | None = None, format: str = 'fp32', quant_type: str | None = None,
                options: Mapping[str, Any] | None = None, axis: int | str = -1, uses: Sequence[Mapping[str, Any]] = (),
                mask: Sequence[Mapping[str, Any]] = (), lengths: Mapping[str, Any] | None = None, owned: bool = False,
-               dtype: str = 'float32') -> bool:
-        """Queue a float32 array for writing.  Return False if it would exceed the limit.
+               dtype: str = 'float32', same: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Queue a float32 array for writing.  Return its manifest line, None if it would exceed the limit.
 
         layer: name in the model;  layer_type, index: 'linear' or 'attention', numbered in order of the forward pass
         operation: 'forward' or 'backward';  name: 'input', 'weight', ...;  time: time step of a recurrent layer
@@ -129,20 +130,25 @@ class Writer:
         excluded from the statistics.  A time axis of None means that the whole array belongs to time step `time`
         owned: the caller will not modify the array, so it is not copied
         dtype: in the file, 'float32' or 'bfloat16', which must represent the numbers exactly
+        same: the line of an earlier tensor with the same values, padding and dtype; the new file is a link to its file
         """
         from pyops.inspect.statistics import describe
         values = np.asarray(array)
-        nbytes = values.size * (2 if dtype == 'bfloat16' else 4)
+        nbytes = 0 if same else values.size * (2 if dtype == 'bfloat16' else 4)
         if self.limit is not None and self.taken + nbytes + HEADER > self.limit:
             self.is_full = True
         if self.is_full:
-            return False
+            return None
         self.taken += nbytes + HEADER
         self.counter += 1
         stem = file_stem(self.counter, layer_type, index, operation, quant_type or format, name, time)
         entry = dict(kind='tensor', file=f'{stem}.{self.suffix}', counter=self.counter, layer=layer, layer_type=layer_type,
                      index=index, operation=operation, name=name, step=step, time=time, shape=list(values.shape),
                      dtype=dtype, format=format, options=dict(options or {}), axis=axis, uses=list(uses), mask=list(mask))
+        if same:
+            entry['statistics'] = same['statistics']
+            self._put(lambda: self._link(entry, same['file']))
+            return entry
         is_whole = values.dtype == np.float32 and values.flags.c_contiguous
         kept = values if owned and is_whole else self._buffer(values.shape)
         if not is_whole:
@@ -150,7 +156,7 @@ class Writer:
         entry['statistics'] = describe(values if is_whole else kept, padding(values.shape, mask, lengths, time),
                                        kept if is_whole and not owned else None)
         self._put(lambda: self._write(entry, kept, kept is not values), kept.nbytes)
-        return True
+        return entry
 
     def steps(self, values: Iterable[tuple[int, float | None, float | None]]) -> None:
         """Record training steps.  values: an iterable of (step, loss, gradient norm)."""
@@ -240,8 +246,27 @@ class Writer:
         self.written += nbytes
         self._append(text)
 
+    def _link(self, entry: dict[str, Any], file: str) -> None:
+        """Write a tensor by giving its file another name: a hard link, or a copy on a file system without links."""
+        if file in self._lost_files:
+            self._count_lost(entry, self._lost_files[file])
+            return
+        source, path = (os.path.join(self.folder, name) for name in (file, entry['file']))
+        try:
+            try:
+                os.link(source, path)
+            except OSError:
+                with open(source, 'rb') as opened:
+                    self.written += write_atomically(path, opened.read())
+        except (OSError, MemoryError) as error:
+            self._count_lost(entry, getattr(error, 'strerror', None) or 'no memory')
+            return
+        self.tensors += 1
+        self._append(json.dumps(entry))
+
     def _count_lost(self, entry: dict[str, Any], reason: str) -> None:
         self._lost[reason] += 1
+        self._lost_files[entry['file']] = reason
         self._warn(f'{os.path.join(self.folder, entry["file"])}: cannot write a tensor ({reason}); training goes on, and '
                    'tensors that cannot be written are lost')
         self._line(kind='lost', step=entry['step'], file=entry['file'], reason=reason)

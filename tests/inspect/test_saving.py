@@ -636,6 +636,16 @@ def found_in(plan):
     return [(look.at, tensor) for look in find(plan) for tensor in look.tensors]
 
 
+def shared_inputs(tensors):
+    """The layers whose tensor has the content of an earlier one.   tensors: of found_in"""
+    seen, layers = set(), []
+    for _, tensor in tensors:
+        if tensor.content in seen:
+            layers.append(f'{tensor.layer} {tensor.name}')
+        seen |= {tensor.content} - {None}
+    return layers
+
+
 @pytest.mark.parametrize('recipe', ['none', 'mxfp8'])
 @pytest.mark.parametrize('name', QUANTIZED)
 def test_what_is_found_does_not_depend_on_the_names_of_arrays(name, recipe):
@@ -649,7 +659,10 @@ def test_what_is_found_does_not_depend_on_the_names_of_arrays(name, recipe):
             step()
         plans_of.append(plan)
     assert 'Tensor(x)' in plans_of[1].listing() and plans_of[0].listing() != plans_of[1].listing()
-    assert found_in(plans_of[0]) == found_in(plans_of[1]) != []
+    one, other = map(found_in, plans_of)
+    assert shared_inputs(one) == shared_inputs(other)
+    assert [(at, tensor._replace(content=None)) for at, tensor in one] == [
+        (at, tensor._replace(content=None)) for at, tensor in other] != []
 
 
 @pytest.mark.parametrize('recipe', ['none', 'mxfp8'])
@@ -717,11 +730,12 @@ def test_the_folder_of_a_run(tmp_path, capsys):
     (first,), (end,) = lines(dump, 'run'), lines(dump, 'end')
     assert (first['program'], first['origin'], first['version']) == ('transformer', 'pyops', 1)
     assert first['settings']['d_model'] == 16
-    nbytes = sum(os.path.getsize(dump / name) for name in files(dump))
+    nbytes = sum({os.stat(dump / name).st_ino: os.path.getsize(dump / name) for name in files(dump)}.values())
     assert end == {'kind': 'end', 'steps': 8, 'tensors': len(tensors), 'bytes': nbytes}
     assert f'tensors saved : {len(tensors)} ({writer.size_text(nbytes)}) in {dump}' in out
     (said,) = [line for line in out if line.startswith('saving tensors : ')]
-    promised = (len(tensors) * HEADER + sum(4 * np.prod(line['shape']) for line in tensors))
+    first_of = {os.stat(dump / line['file']).st_ino: line for line in reversed(tensors)}        # the others are links
+    promised = len(tensors) * HEADER + sum(4 * np.prod(line['shape']) for line in first_of.values())
     assert said == (f'saving tensors : {len({line["layer"] for line in tensors})} layers, {len(tensors) // 3} tensors and '
                     f'{writer.size_text(promised / 3)} a step, 3 steps from 1 to 7, {writer.size_text(promised)} in {dump}')
     assert nbytes < promised
@@ -731,7 +745,8 @@ def test_the_folder_of_a_run(tmp_path, capsys):
     for entry in logs.entries:
         array, mask = entry.load(), logs.mask(entry)
         with safe_open(entry.path, 'np') as file:
-            assert json.loads(file.metadata()['pyops'])['file'] == entry.file and list(file.keys()) == ['tensor']
+            assert json.loads(file.metadata()['pyops'])['file'] == first_of[os.stat(entry.path).st_ino]['file']
+            assert list(file.keys()) == ['tensor']
         assert entry.statistics == describe(array, mask), entry.title
         sides = [part['of'] for part in entry.mask]
         if entry.name in ('weight', 'bias', 'grad_weight', 'grad_bias'):
@@ -750,6 +765,13 @@ def test_the_folder_of_a_run(tmp_path, capsys):
             side = 'source' if 'encoder' in entry.layer or of_memory else 'target'
             (batch,) = (line for line in lines(dump, 'batch') if line['step'] == entry.step)
             assert sides == [] and len(array) == sum(batch['lengths'][side]), entry.title
+    links = {line['layer']: first_of[os.stat(dump / line['file']).st_ino]['layer'] for line in tensors
+             if line['name'] == 'input' and line['step'] == 4}
+    assert {layer: first for layer, first in links.items() if layer != first} == {
+        f'{attention}.{one}': f'{attention}.{first}' for attention, first, others in (
+            ('encoder.0.self_attention', 'q', 'kv'), ('decoder.0.self_attention', 'q', 'kv'),
+            ('decoder.0.cross_attention', 'k', 'v')) for one in others}
+    assert len(first_of) == len(tensors) - 3 * 5
     batches = lines(dump, 'batch')
     kinds = [(line['kind'], line.get('step')) for line in lines(dump)]
     for line in batches:
@@ -955,11 +977,12 @@ def test_a_disk_that_fills_up_ends_no_training(tmp_path, capsys, monkeypatch):
     transformer.train.main(['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd'),
                             '--save-steps', '0,2'])
     out, err = capsys.readouterr()
-    lost = len(written) - 20
+    saved, lost = (len(lines(tmp_path / 'd', kind)) for kind in ('tensor', 'lost'))
+    assert saved >= 20 and lost > len(written) - 20 > 0                 # also links to files that are lost
     assert err.count('warning: ') == 1 and 'cannot write a tensor (No space left on device); training goes on' in err
-    assert re.search(rf'tensors saved : 20 \([\d.]+ KB\) in .*, {lost} LOST \(No space left on device\)\n', out)
-    assert len(lines(tmp_path / 'd', 'lost')) == lost
-    assert len(lines(tmp_path / 'd', 'tensor')) == len(files(tmp_path / 'd')) == 20
+    assert re.search(rf'tensors saved : {saved} \([\d.]+ KB\) in .*, {lost} LOST \(No space left on device\)\n', out)
+    assert len(files(tmp_path / 'd')) == saved
+    assert len({os.stat(tmp_path / 'd' / file).st_ino for file in files(tmp_path / 'd')}) == 20
     assert {line['reason'] for line in lines(tmp_path / 'd', 'lost')} == {'No space left on device'}
     assert newest(tmp_path / 'c')[0]['step'][0] == 4
 
@@ -1076,6 +1099,34 @@ def test_the_array_may_change_when_it_was_taken_and_a_full_writer_takes_none(tmp
     np.testing.assert_array_equal(entry.load(), np.arange(10).reshape(2, 5).T)
     with pytest.raises(RuntimeError, match='the writer is closed'):
         one.steps([])
+
+
+@pytest.mark.parametrize('has_links', [True, False])
+def test_the_same_tensor_in_two_layers_is_written_once(tmp_path, monkeypatch, has_links):
+    def refuse(*names):
+        raise PermissionError(1, 'Operation not permitted')
+    if not has_links:
+        monkeypatch.setattr(os, 'link', refuse)
+    with Writer(tmp_path, limit=3 * HEADER + 400) as one:
+        x = np.arange(100, dtype=np.float32)
+        first = one.tensor(x, **numbers(0))
+        second = one.tensor(x, **numbers(1) | {'layer': 'second', 'index': 3}, same=first)
+        assert one.tensor(x, **numbers(2)) is None
+    summary = one.close()
+    assert summary.tensors == 2 and (summary.bytes == os.path.getsize(tmp_path / first['file'])) == has_links
+    assert (os.stat(tmp_path / first['file']).st_nlink == 2) == has_links and second['statistics'] == first['statistics']
+    for known in (True, False):                                 # with and without the manifest
+        entries = Logs(tmp_path).entries
+        assert [entry.layer for entry in entries] == [numbers(0)['layer'], 'second' if known else 'linear_L3']
+        assert [entry.counter for entry in entries] == [1, 2] and all(np.array_equal(entry.load(), x) for entry in entries)
+        (tmp_path / 'manifest.jsonl').unlink(missing_ok=True)
+
+
+def test_a_file_that_cannot_be_linked_or_copied_is_lost(tmp_path, monkeypatch, capsys):
+    with Writer(tmp_path) as one:
+        first = one.tensor(np.zeros(3, np.float32), **numbers(0))
+        assert one.tensor(np.zeros(3, np.float32), **numbers(1), same=first | {'file': 'missing'})
+    assert one.close().lost == 1 and 'cannot write a tensor (No such file or directory)' in capsys.readouterr().err
 
 
 def test_buffers_are_used_again_only_when_their_tensor_is_written(tmp_path, monkeypatch):
