@@ -38,6 +38,9 @@ def _add_draw(parser):
     parser.add_argument('--page-max', type=size, default='64M', metavar='SIZE',
                         help='size of the data in index.html; to fit, maps get coarser and steps are left out '
                         '(default %(default)s)')
+    parser.add_argument('--colours', choices=('largest', 'rms'), default='largest',
+                        help='end of the colours of heatmaps: the largest value (without outliers), or 4 times the root mean '
+                        'square of the values (default %(default)s)')
     parser.add_argument('--dpi', type=whole_number(40, 400), default=100, metavar='N',
                         help='dots per inch, 40 to 400 (default %(default)s)')
     parser.set_defaults(run=_runs('draw'))

@@ -35,7 +35,7 @@ LIMIT, SENTENCES, DPI = 200, 3, 100
 class Options:
     """What to draw.  formats: as in compare.parse_formats; layers, names, steps: as in choice.select; sentences: number of
     sentences per batch with attention maps; limit: number of tensors with pictures, 0: all; jobs: number of processes, 0: one
-    per core; page: whether to write index.html, with at most page_max bytes of data."""
+    per core; page: whether to write index.html, with at most page_max bytes of data; colours: 'largest' or 'rms'."""
     formats: str = 'all'
     layers: tuple = ('*',)
     names: tuple = ('*',)
@@ -46,6 +46,7 @@ class Options:
     dpi: int = DPI
     page: bool = True
     page_max: int = 64_000_000
+    colours: str = 'largest'
 
 
 @dataclasses.dataclass
@@ -75,6 +76,7 @@ class _Job:
     page: tuple | None          # of page.tasks_of; None: not on the page
     losses: dict                # {text of a format: quantization} that earlier commands measured
     drawing: object             # of _drawing_of, by an earlier command; None if it is unknown
+    colours: str                # of Options
 
     @property
     def needs_values(self):
@@ -223,7 +225,7 @@ def _jobs(source, entries, folder, texts, options, summary, tasks, known):
         slots.append(known.of(entry, axis_of(entry, max(len(entry.shape), 1)), mask))
         losses = {text: measures for text in formats if (measures := slots[-1].quantization(text))}
         jobs.append(_Job(entry, mask, formats, FOLDERS[:3] if id(entry) in drawn else (), tuple(maps.get(id(entry), ())),
-                         folder, stem, place, options.dpi, tasks.get(id(entry)), losses, slots[-1].drawing()))
+                         folder, stem, place, options.dpi, tasks.get(id(entry)), losses, slots[-1].drawing(), options.colours))
     return jobs, slots
 
 
@@ -341,7 +343,7 @@ def _draw_tensor(job):
     with style.look():
         parsed = [formats.parse(text) for text in job.formats]
         if job.pictures:
-            tensor = tensors.analyse(job.entry, x, job.mask, parsed, job.losses)
+            tensor = tensors.analyse(job.entry, x, job.mask, parsed, job.losses, job.colours == 'rms')
             counts, described = tensor.counts, tensor.statistics
             losses = {str(r.format): r.statistics for r in tensor.rounded}
             for kind in job.pictures:

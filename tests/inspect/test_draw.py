@@ -191,6 +191,20 @@ def test_limits_of_colours():
     assert numbers.limits(np.zeros((2, 2)))[:2] == (0, 0) == numbers.limits(np.full((2, 2), np.nan))[:2]
 
 
+def test_limits_of_colours_by_the_root_mean_square():
+    x = np.array([[0.5, -1, 100, 2]], np.float32)
+    assert numbers.limits(x, 3.0) == (-12.0, 12.0, 0.25, True)
+    assert numbers.limits(np.abs(x), 3.0) == (0.0, 12.0, 0.25, False)
+    assert numbers.limits(x[:, :2], 3.0)[:2] == (-1.0, 1.0)                     # nothing is beyond
+    assert numbers.limits(x, 0.0) == numbers.limits(x) and numbers.limits(x, math.nan) == numbers.limits(x)
+    wide = np.full((20, 40), 1, np.float32)
+    wide[3, 4:6] = 30, -40
+    end = style.number(4 * float(np.sqrt((wide.astype(np.float64) ** 2).mean())))
+    for is_rms in (False, True):
+        sheet = tensors.draw_heatmap(tensors.analyse(entry_of(wide.shape), wide, None, [], is_rms=is_rms))
+        assert (end in texts_of(sheet)) == is_rms
+
+
 def test_the_window_shows_the_largest_value():
     x = RNG.standard_normal((300, 400))
     x[299, 399] = 50

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SAMPLE = 65_536
 ROWS, COLUMNS = 250, 280            # largest map, one cell per pixel
 SHOWN, PADDING, MISSING = range(3)      # of View.cover; a cell of several elements has the smallest
+_RMS = 4                    # end of a colour scale in multiples of the root mean square
 BROKEN_BIN = 255            # biased exponent of NaN and the infinities
 _BIAS = 127
 
@@ -238,11 +239,12 @@ def reduced(operation: np.ufunc, matrix: np.ndarray, rows: int = ROWS, columns: 
     return np.array(matrix)
 
 
-def limits(matrix: np.ndarray) -> tuple[float, float, float, bool]:
+def limits(matrix: np.ndarray, rms: float | None = None) -> tuple[float, float, float, bool]:
     """Return (low, high, share beyond them, whether signed) for the colour scale of a map.
 
     The scale is symmetric if there are negative values, else it starts at 0.  Its end is the largest |x|, or the 99.8 %
     quantile if the largest is more than twice that, so that a single outlier does not wash out the rest.
+    rms: of the values that the cells of the map are the largest of; then the end is at most 4 times this
     """
     finite = matrix[np.isfinite(matrix)]
     finite = sample(finite.reshape(-1))
@@ -251,6 +253,8 @@ def limits(matrix: np.ndarray) -> tuple[float, float, float, bool]:
     magnitude = np.abs(finite)
     robust, largest = float(np.quantile(magnitude, 0.998)), float(magnitude.max())
     high = robust if 0 < 2 * robust < largest else largest
+    if rms and rms > 0:
+        high = min(largest, _RMS * rms)
     signed = bool((finite < 0).any())
     return -high if signed else 0.0, high, float((magnitude > high).mean()), signed
 

@@ -47,6 +47,7 @@ class Analysis:
     patch: np.ndarray           # x in a window around its largest value
     patch_cover: np.ndarray | None
     rounded: list               # of FormatAnalysis
+    is_rms: bool = False        # the colours of maps reach to multiples of the rms, not to the largest value
 
     @property
     def parts(self):
@@ -66,8 +67,9 @@ def title_of(entry):
     return f'{style.plain(entry.layer)}  ·  {style.plain(entry.name)}'
 
 
-def analyse(entry, x, mask, formats, known=None):
-    """Return the Analysis of x, the tensor of a logs.Entry.  mask: bool, False at padding, or None;  known: as for `measure`"""
+def analyse(entry, x, mask, formats, known=None, is_rms=False):
+    """Return the Analysis of x, the tensor of a logs.Entry.  mask: bool, False at padding, or None;  known: as for `measure`;
+    is_rms: as in Analysis"""
     x = np.atleast_1d(np.asarray(x, np.float32))            # a scalar is drawn as a vector with one element
     values = numbers.valid(x, mask)
     is_heads = entry.layer_type == 'attention' and x.ndim == 4
@@ -91,7 +93,7 @@ def analyse(entry, x, mask, formats, known=None):
         view=view, values=numbers.shrink(matrix),
         cover=None if cover is None else numbers.reduced(np.minimum, cover), window=(rows.start, columns.start),
         patch=np.array(matrix[rows, columns]),
-        patch_cover=None if cover is None else np.array(cover[rows, columns]), rounded=rounded)
+        patch_cover=None if cover is None else np.array(cover[rows, columns]), rounded=rounded, is_rms=is_rms)
 
 
 def measure(entry, x, mask, formats, known=None):
@@ -345,26 +347,26 @@ _PANELS, _PANEL_WIDTH, _PANEL_HEIGHT, _PITCH = 4, 2.85, 2.55, 3.6       # in a r
 
 def draw_heatmap(tensor):
     """Return a Sheet with maps of the tensor, of the error q - x in each format, and of block scales."""
-    panels = [('x', style.INK, '', tensor.values, tensor.cover, None)]
+    panels = [('x', style.INK, '', tensor.values, tensor.cover, None, tensor.statistics['rms'])]
     for r in tensor.rounded:
         tint = style.color_of(r.format)
         panels.append((f'{style.shortened(r.format, 17)}:  error q {style.MINUS} x', tint,
-                       style.decibels(r.statistics['sqnr_db']), r.error, tensor.cover, None))
+                       style.decibels(r.statistics['sqnr_db']), r.error, tensor.cover, None, r.statistics['rmse']))
         if r.scales is not None:
             panels.append((f'{style.shortened(r.format, 17)}:  scales', tint, f'blocks of {r.format.block}', r.scales,
-                           r.cover, style.power))
+                           r.cover, style.power, None))
     across = min(len(panels), _PANELS)
     down = -(-len(panels) // across)
     height = 1.25 + down * _PITCH + 0.15
     sheet = style.Sheet(max(0.85 + across * (_PANEL_WIDTH + 0.35) + 0.1, 7.5), height, tensor.title, tensor.subtitle)
     broken = is_beyond = False
-    for i, (title, color, note, matrix, cover, format_tick) in enumerate(panels):
+    for i, (title, color, note, matrix, cover, format_tick, rms) in enumerate(panels):
         row, column = divmod(i, across)
         corner = 0.85 + column * (_PANEL_WIDTH + 0.35), 1.15 + row * _PITCH
         if not matrix.size:
             sheet.text(corner[0], corner[1] + 0.3, 'no value', color=style.GREY)
             continue
-        low, high, beyond, signed = (numbers.limits(matrix) if format_tick is None
+        low, high, beyond, signed = (numbers.limits(matrix, rms if tensor.is_rms else None) if format_tick is None
                                      else (*_whole_limits(matrix, cover), 0, False))
         cmap = style.diverging() if signed else style.sequential()
         box = *corner, _PANEL_WIDTH, _PANEL_HEIGHT
