@@ -6,7 +6,7 @@ python -m pyops plan mnist ...              every kernel and tensor of a trainin
 python -m pyops data list|get               data sets: as python -m pyops.data
 python -m pyops serve CKPT                  translations over HTTP
 python -m pyops gradcheck [OP ...]          gradients of ops against central differences, all ops by default
-python -m pyops inspect ...                 saved tensors: draw, serve, compare, products, runs, sensitivity
+python -m pyops inspect ...                 saved tensors: draw, serve, compare, products, runs, export, sensitivity
 python -m pyops export ...                  a checkpoint in the format of another program
 python -m pyops replay FILE                 a kernel call that --check-finite saved, again
 python -m pyops rewind RUN --step N         any tensor of a past step of a run; also bisect, branch

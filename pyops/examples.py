@@ -28,6 +28,7 @@ COMMANDS = {
     'inspect products': [('tensors --formats none,mxfp8', 'errors of products in each pair of formats')],
     'inspect runs': [('run_a run_b', 'where two runs part, and the worst difference of each action'),
                      ('run_a --tensorboard events', 'curves for tensorboard --logdir events')],
+    'inspect export': [('tensors dumps --naming te', 'files as DumpTensors of TransformerEngine writes them')],
     'inspect sensitivity': [('ckpt --formats mxfp4', 'which operand may be rounded'),
                             ('ckpt --search 1 --recipe recipe.txt', 'the cheapest recipe within 1 % of the loss')],
     'serve': [('ckpt', 'translations at http://127.0.0.1:8000'), ('ckpt --compute int8 --port 9000', '')],

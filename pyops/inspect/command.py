@@ -1,4 +1,4 @@
-"""python -m pyops inspect draw|serve|compare|products|runs: the command line of this folder.
+"""python -m pyops inspect draw|serve|compare|products|runs|export: the command line of this folder.
 
 A command is a module with run(options) -> exit status.  It is imported when the command runs, so --help does not load its
 dependencies.
@@ -11,13 +11,14 @@ from pyops.inspect.choice import patterns, size, steps
 
 
 def add_commands(parser):
-    """Declare draw, serve, compare, products and runs as subcommands of an ArgumentParser, and return the subcommands."""
+    """Declare the commands of this module as subcommands of an ArgumentParser, and return the subcommands."""
     commands = parser.add_commands()
     _add_draw(commands.add_parser('draw', help='draw pictures, statistics and an interactive page of saved tensors'))
     _add_serve(commands.add_parser('serve', help='serve the interactive page, live, during a training run'))
     _add_compare(commands.add_parser('compare', help='rank the errors of number formats on saved tensors, worst first'))
     _add_products(commands.add_parser('products', help='rank the errors of products of saved tensors in every pair of formats'))
     _add_runs(commands.add_parser('runs', help='find the first step and action where training runs part'))
+    _add_export(commands.add_parser('export', help='write saved tensors with the file names of other programs'))
     return commands
 
 
@@ -114,6 +115,19 @@ def _add_runs(parser):
                         help='also write event files of TensorBoard to DIR/RUN: losses, and statistics of each tensor; one RUN '
                         'is enough then')
     parser.set_defaults(run=_runs('runs'))
+
+
+def _add_export(parser):
+    parser.add_argument('logs', type=_path, metavar='LOGS', help='folder of saved tensors')
+    parser.add_argument('folder', type=_path, metavar='DIR', help='folder to write files of PyTorch to')
+    parser.add_argument('--naming', choices=('te', 'megatron'), default='te',
+                        help="te: as DumpTensors of TransformerEngine, linear layers only; megatron: as a fork of Megatron "
+                        '(default %(default)s)')
+    group = parser.group('tensors')
+    _add_layers(group)
+    _add_tensor_names(group)
+    _add_steps(group)
+    parser.set_defaults(run=_runs('export'))
 
 
 def add_output_flags(parser):

@@ -42,6 +42,7 @@ _RANK = re.compile(r'rank_(\d{1,9})')
 _RANK_FOLDER = re.compile(r'rank[_-]?(\d{1,9})')        # as writers of any kind name it
 _MEANING = {'activation': ('forward', 'input'), 'weight': ('forward', 'weight'), 'output': ('forward', 'output'),
             'gradient': ('backward', 'grad_output'), 'dgrad': ('backward', 'grad_input'), 'wgrad': ('backward', 'grad_weight')}
+DUMPED_NAMES = {ours: theirs for theirs, ours in _MEANING.items()}
 _BARE = '', 'tensor', 'data', 'high_precision'      # keys of the only tensor of a file, or of the one that it is about
 _USED = {'pyops', 'layer_type', 'operation', 'quant_type', 'tensor_name', 'layer_idx', 'step', 'iteration', 'phase',
          'component', 'rank', 'sample', 'sample_idx', 'group', 'group_idx'}      # items of a file's metadata

@@ -210,6 +210,40 @@ def test_dumps_of_transformer_engine_are_read_and_their_products_compared(tmp_pa
     assert all(f'rank {entry.rank}' in entry.title for entry in logs.entries)
 
 
+@pytest.mark.parametrize('naming', ['te', 'megatron'])
+def test_exported_tensors_are_read_as_dumps_of_other_programs(tmp_path, torch, capsys, naming):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(['inspect', 'export', *map(str, arguments)])
+        return left.value.code or 0, *capsys.readouterr()
+    make_dump(tmp_path / 'logs', steps=(0, 120), formats=('mxfp8',))
+    status, out, err = run(tmp_path / 'logs', tmp_path / 'out', '--naming', naming)
+    source, found = Logs(tmp_path / 'logs').entries, Logs(tmp_path / 'out')
+    if naming == 'te':
+        wanted = [entry for entry in source if entry.layer_type == 'linear' and entry.name not in ('bias', 'grad_bias')]
+        keys = [(entry.layer, entry.operation, entry.name, entry.step) for entry in wanted]
+        got = {(entry.layer, entry.operation, entry.name, entry.step): entry for entry in found.entries}
+        assert all(entry.relative_path.startswith('rank_0/') and entry.rank == 0 for entry in found.entries)
+        assert err.count('TransformerEngine has names only for tensors of linear layers') == 5
+    else:
+        wanted = source
+        keys = [(entry.layer_type, entry.index, entry.operation, entry.name, entry.step, entry.format) for entry in wanted]
+        got = {(entry.layer_type, entry.index, entry.operation, entry.name, entry.step, entry.format): entry
+               for entry in found.entries}
+        assert err == ''
+    assert status == 0 and f'{len(wanted)} of 50 tensors written to ' in out and found.skipped == []
+    assert len(wanted) == len(found.entries) == len(got) > 10
+    for key, entry in zip(keys, wanted, strict=True):
+        assert np.array_equal(got[key].load(), entry.load()), key
+    status, out, err = run(tmp_path / 'logs', tmp_path / 'out', '--naming', naming)
+    assert status == 2 and err.count('\n') == 1 and 'exists; name another folder, or remove it' in err
+    for arguments, want in ((('logs', 'logs/x'), 'is in the folder of the tensors'),
+                            (('nowhere', 'o'), 'nowhere: no such folder'),
+                            (('logs', 'o', '--names', 'no'), 'no: matches no saved tensor')):
+        status, out, err = run(*(tmp_path / one if one[0] != '-' and one != 'no' else one for one in arguments))
+        assert status == 2 and err.count('\n') == 1 and want in err
+
+
 def test_tensors_of_a_checkpoint_in_several_files_have_the_layers_of_its_names(tmp_path):
     names = 'model.layers.0.q_proj.weight', 'model.layers.0.q_proj.bias', 'model.norm.weight', 'scale'
     for number, part in enumerate((names[:2], names[2:]), 1):
