@@ -446,8 +446,9 @@ def test_replayed_steps_of_an_optimiser_have_the_bits_of_launched_ones(name, max
 @pytest.mark.parametrize('max_norm', [0.5, None])
 @pytest.mark.parametrize('together', [True, False])
 @pytest.mark.parametrize('kind', [Adam, optim.SGD])
-def test_a_step_with_an_entry_has_the_bits_of_a_step_and_the_entry_after_it(kind, together, max_norm):
+def test_a_step_with_an_entry_has_the_bits_of_a_step_and_the_entry_after_it(kind, together, max_norm, monkeypatch):
     """together: all parameters in one buffer, or a norm of the norms of each"""
+    monkeypatch.setattr(History, 'CAPACITY', 4)         # every row is written
     models = [nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [kind(list(model.parameters())[:None if together else 3], 0.1, max_norm=max_norm) for model in models]
