@@ -12,7 +12,7 @@ import inspect
 import math
 import numbers
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -352,8 +352,36 @@ class Optimizer:
         self._recorded = key, calls, launches
 
     def __getstate__(self) -> dict[str, Any]:
-        """Support copy and pickle: recorded calls refer to this optimizer's memory."""
+        """Support copy: recorded calls refer to this optimizer's memory."""
         return vars(self) | {'_recorded': None}
+
+    def __copy__(self) -> Self:
+        """Return an optimizer of the same arrays."""
+        twin = object.__new__(type(self))
+        vars(twin).update(self.__getstate__())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Support deepcopy and pickle for an optimizer of Tensors: the result updates the Tensors that are copied with it, such
+        as those of the model in copy.deepcopy((model, optimizer))."""
+        if self.params is not None:
+            return super().__reduce_ex__(protocol)
+        settings = {name: value for name, value in vars(self).items() if name not in _OF_THIS_OPTIMIZER}
+        groups = [(group.tensors, dict(group._own), group['lr'], group.initial_lr, group.has_own_rate)
+                  for group in self.param_groups]
+        moments = [[np.array(backend.get(moment)) for moment in self._moments_of(tensor)] for tensor in self._tensors]
+        return _restored, (type(self), settings, groups, moments, int(backend.get(self.count)[0]))
+
+    def _moments_of(self, tensor: Any) -> list[Any]:
+        """Return the moments of a Tensor, in its shape: views of those of its unit."""
+        home: Any = getattr(tensor, 'home', None)
+        for unit, moments in self._units:
+            own: Any = getattr(unit, 'tensor', None)
+            if unit is home:
+                return [home.view(moment, tensor.name) for moment in moments]
+            if own is tensor:
+                return [moment.reshape(tensor.shape) for moment in moments]
+        raise KeyError(tensor.name)
 
     def _find_norm(self, units: Sequence[Any], entry: Entry | None) -> None:
         """Compute the global norm.   entry: also count the step and append this entry, in the same launch"""
@@ -444,6 +472,35 @@ class Optimizer:
     def clips(self, norm: float) -> bool:
         """Return whether a gradient of this norm is clipped."""
         return bool(self.max_norm and norm > self.max_norm)
+
+
+# attributes that __init__ derives from the Tensors, or that are state
+_OF_THIS_OPTIMIZER = frozenset((
+    'rate param_groups count norm params histories average decay _units _own _tensors _together _groups _pending _work '
+    '_work_of_share _norms _recorded _parts').split())
+
+
+def _restored(kind: type[Optimizer], settings: dict[str, Any], groups: Sequence[Any], moments: Sequence[Any],
+              step: int) -> Optimizer:
+    """Return the optimizer that Optimizer.__reduce_ex__ describes."""
+    optimizer = object.__new__(kind)
+    vars(optimizer).update(settings)
+    for tensors, *_ in groups:
+        for tensor in tensors:
+            tensor.array                                # noqa: B018   a Parameter gets its memory
+    specs: list[Any] = [{'params': tensors} for tensors, *_ in groups]
+    Optimizer.__init__(optimizer, specs, groups[0][2], settings['max_norm'], settings['weight_decay'])
+    optimizer._apply_groups()
+    for group, (_, own, rate, initial, has_own) in zip(optimizer.param_groups, groups, strict=True):
+        group.rate[...], group.initial_lr, group.has_own_rate = rate, initial, has_own
+        group._own.update(own)
+    for tensor, values in zip(optimizer._tensors, moments, strict=True):
+        for moment, value in zip(optimizer._moments_of(tensor), values, strict=True):
+            moment[...] = value
+    optimizer.count[...] = step
+    if isinstance(optimizer, Muon):
+        optimizer._find_matrices()
+    return optimizer
 
 
 def _accepts_torch_options(init: Callable[..., None]) -> Callable[..., None]:
@@ -570,7 +627,13 @@ class Muon(Adam):
         self.steps: int = int(steps)
         self.scale: float = scale
         self.matrix_decay = weight_decay
-        self._parts: dict[int, tuple[list[Any], list[Any]]] = {id(unit): _split(unit, matrices) for unit, _ in self._units}
+        self._matrices: Callable[[str, Sequence[int]], bool] = matrices
+        self._find_matrices()
+
+    def _find_matrices(self) -> None:
+        """Divide the parameters into matrices and others."""
+        self._parts: dict[int, tuple[list[Any], list[Any]]] = {id(unit): _split(unit, self._matrices)
+                                                               for unit, _ in self._units}
         found = [offsets for batches, _ in self._parts.values() for _, offsets in batches]
         if not found:
             raise ValueError('Muon: expected a hidden matrix among the parameters, got none; use Adam, or give matrices=')

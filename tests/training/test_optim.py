@@ -1,8 +1,10 @@
 """Muon, compared with numpy in float64 and with PyTorch; averages of parameters; in plans, and resumed."""
 import copy
+import pickle
 
 import numpy as np
 import pytest
+from arrays import near
 from places import get, launch, of_threads, put
 from small_models import make_seq2seq, make_transformer, pairs
 
@@ -468,6 +470,44 @@ def test_a_step_with_an_entry_has_the_bits_of_a_step_and_the_entry_after_it(kind
     assert rows == histories[1].read(4) and [row[:2] for row in rows] == [[2.5 + step, 7 + step] for step in range(4)]
     assert all((norm > 0) == (max_norm is not None) for *_, norm in rows)
     assert get(optimizers[0].count)[0] == get(optimizers[1].count)[0] == 4
+
+
+@pytest.mark.parametrize('name', [*OPTIMISERS, 'muon'])
+@pytest.mark.parametrize('copied', [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=['deepcopy', 'pickle'])
+def test_a_copied_pair_of_model_and_optimiser_trains_alone(name, copied):
+    """The copy makes the same steps as the original, and changes nothing of it."""
+    kind, settings, _ = OPTIMISERS.get(name, (optim.Muon, dict(lr=0.1), {}))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model[2].bias.requires_grad = False
+    if name == 'muon':
+        optimizer = kind(model.parameters(), **settings)
+    else:
+        optimizer = kind([{'params': model[0].parameters(), 'lr': 0.02}, {'params': model[2].parameters()}], **settings)
+
+    def step(model, optimizer, seed):
+        optimizer.zero_grad()
+        (model(np.random.default_rng(seed).standard_normal((6, 4))) ** 2).sum().backward()
+        optimizer.step()
+    for seed in range(2):
+        step(model, optimizer, seed)
+    twin, other = copied((model, optimizer))
+    before = [p.numpy().copy() for p in model.parameters()]
+    for seed in range(2, 4):
+        step(twin, other, seed)
+    assert all((p.numpy() == q).all() for p, q in zip(model.parameters(), before, strict=True))
+    for seed in range(2, 4):
+        step(model, optimizer, seed)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        near(p.numpy(), q.numpy(), 1e-6)
+    assert other.param_groups[0].settings() == optimizer.param_groups[0].settings() and int(get(other.count)[0]) == 4
+
+
+def test_a_copied_schedule_changes_the_rate_of_the_copied_optimiser():
+    optimizer = optim.SGD(leaves((2,)), lr=0.5)
+    schedule = optim.StepLR(optimizer, 1, 0.1)
+    twin, other = pickle.loads(pickle.dumps((optimizer, schedule)))
+    other.step()
+    assert (optimizer.lr, twin.lr) == (0.5, 0.05)
 
 
 def test_an_optimiser_that_has_recorded_a_step_can_be_copied():
