@@ -2,7 +2,7 @@
 
 The init's docstring is printed as its description in the plan of a step.
 
-With a shape, or with two numbers fan_in and fan_out, they are those of the needle course, and return Tensors: zeros(3, 4),
+With a shape, or with two numbers fan_in and fan_out, they follow the needle course and return Tensors: zeros(3, 4),
 constant(3, 4, c=2.0), kaiming_uniform(8, 16), xavier_normal(8, 16, gain=2.0), kaiming_normal(27, 4, shape=(3, 3, 3, 4)).
 rand, randn, randb, zeros_like, ones_like and one_hot(n, labels) are functions of Tensors alone.
 """

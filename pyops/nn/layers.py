@@ -340,7 +340,7 @@ class _BatchNorm(KernelLayer):
 
     Training updates running_mean and running_var, moving averages that replace the batch statistics in evaluation.
     affine=False: without weight and bias.  track_running_stats=False: evaluation normalises over the batch, too.
-    momentum=None: the averages are those of all batches since the layer was made.
+    momentum=None: the averages are over all batches since the layer was made.
     """
     running_mean: Tensor | None
     running_var: Tensor | None
