@@ -24,22 +24,24 @@
 //
 // No two blocks add to the same sum, so the order of every sum is fixed.  Keys that no query of a tile may see are skipped.
 // Backward recomputes the weights from stats: the largest score of each query and the sum of exponentials.  Both passes round
-// a score before they subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or
-// bf16 in registers, according to the precision.  Arrays of bfloat16 (T = bf16) become floats on the way into shared memory.
+// a score before they subtract the largest (__fmul_rn: no fused multiply-add).  Tiles in shared memory have the type T of the
+// arrays.  Of floats, operands of products are rounded to TF32 or bf16 in registers, according to the precision; of bfloat16,
+// ldmatrix loads whole fragments.
 #include "attention_hopper.cuh"
 #include "block.cuh"
+#include "fragments.cuh"
 #include "philox.cuh"
 #include "real.cuh"
 
 namespace {
 static constexpr int CHANNELS = 64;             // of a head in shared memory at a time
-static constexpr int PITCH = CHANNELS + 4;      // floats from row to row there: no bank conflicts in reads of fragments
 static constexpr int OUT = CHANNELS / 8;        // tiles of 8 columns of a result per warp
+// Elements from row to row there, an odd multiple of 16 bytes: no bank conflicts in reads of fragments.
+template <class T> static constexpr int PITCH = CHANNELS + WIDEST<T>;
 
 // A tile: a block of WARPS warps with 16 queries each, and as many keys.
-template <int WARPS> struct Tile {
-    static constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS, N = ROWS / 8, FLOATS = ROWS * PITCH;
-};
+template <int WARPS> struct Tile { static constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS, N = ROWS / 8; };
+template <class T, int WARPS> static constexpr int SIZE = Tile<WARPS>::ROWS * PITCH<T>;         // elements
 
 // The rows of an array (T, B, heads * C), or of packed rows (N, heads * C).
 struct Rows {
@@ -121,57 +123,30 @@ DEVICE int lane_pair() { return 2 * (lane_id() & 3); }      // 2t
 DEVICE int warp_row() { return 16 * (threadIdx.x >> 5); }   // this warp's first row of a tile
 
 DEVICE float2 two(const float *x) { return *reinterpret_cast<const float2 *>(x); }
-DEVICE float2 &two(float *x) { return *reinterpret_cast<float2 *>(x); }
 DEVICE float4 four(const float *x) { return *reinterpret_cast<const float4 *>(x); }
 
 // A lane's part of 16 rows and 8N columns, in the layout above.
 template <int N> using Held = float[N][4];
 
-// Start to copy rows of x, `row` floats apart, to a tile; elements beyond `rows` and `width` become zeros.
-template <int WARPS> DEVICE void load(float *tile, const float *x, int64_t row, int rows, int width, bool whole) {
+// Start to copy rows of x, `row` elements apart, to a tile; elements beyond `rows` and `width` become zeros.
+template <int WARPS, class T> DEVICE void load(T *tile, const T *x, int64_t row, int rows, int width, bool whole) {
     constexpr int THREADS = Tile<WARPS>::THREADS, ROWS = Tile<WARPS>::ROWS;
     if (whole) {
-        constexpr int ACROSS = CHANNELS / 4, STEP = THREADS / ACROSS;
-        const int r = threadIdx.x / ACROSS, c = threadIdx.x % ACROSS * 4;
-        const float *from = x + r * row + c;
-        float *const to = tile + r * PITCH + c;
+        constexpr int ACROSS = CHANNELS / WIDEST<T>, STEP = THREADS / ACROSS;
+        const int r = threadIdx.x / ACROSS, c = threadIdx.x % ACROSS * WIDEST<T>;
+        const T *from = x + r * row + c;
+        T *const to = tile + r * PITCH<T> + c;
         rows -= r;
 #pragma unroll
         for (int n = 0; n < ROWS; n += STEP) {
             const bool there = n < rows && c < width;
-            cp_async16(to + n * PITCH, there ? from : x, there);
+            cp_async16(to + n * PITCH<T>, there ? from : x, there);
             from += STEP * row;
         }
     } else {
         for (int at = threadIdx.x; at < ROWS * CHANNELS; at += THREADS) {
             const int r = at / CHANNELS, c = at % CHANNELS;
-            tile[r * PITCH + c] = r < rows && c < width ? x[r * row + c] : 0.0f;
-        }
-    }
-}
-
-// The same for bfloat16, converted to floats; not asynchronous.
-template <int WARPS> DEVICE void load(float *tile, const bf16 *x, int64_t row, int rows, int width, bool whole) {
-    constexpr int THREADS = Tile<WARPS>::THREADS, ROWS = Tile<WARPS>::ROWS;
-    if (whole) {
-        constexpr int ACROSS = CHANNELS / 8, STEP = THREADS / ACROSS, COUNT = ROWS / STEP;
-        const int r = threadIdx.x / ACROSS, c = threadIdx.x % ACROSS * 8;
-        uint4 held[COUNT];                          // all loads before the first store
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            held[i] = r + i * STEP < rows && c < width ? *reinterpret_cast<const uint4 *>(x + (r + i * STEP) * row + c)
-                                                       : make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const Pack<float, 8> eight = {{low_bf16(held[i].x), high_bf16(held[i].x), low_bf16(held[i].y), high_bf16(held[i].y),
-                                           low_bf16(held[i].z), high_bf16(held[i].z), low_bf16(held[i].w),
-                                           high_bf16(held[i].w)}};
-            store_reals<8>(tile + (r + i * STEP) * PITCH + c, eight);
-        }
-    } else {
-        for (int at = threadIdx.x; at < ROWS * CHANNELS; at += THREADS) {
-            const int r = at / CHANNELS, c = at % CHANNELS;
-            tile[r * PITCH + c] = r < rows && c < width ? as_float(x[r * row + c]) : 0.0f;
+            tile[r * PITCH<T> + c] = r < rows && c < width ? x[r * row + c] : as<T>(0.0f);
         }
     }
 }
@@ -187,12 +162,12 @@ template <int N> DEVICE void zero(Held<N> &held) {
 }
 
 // Write to this warp's 16 rows of a tile.
-template <int N> DEVICE void put(float *tile, const Held<N> &held) {
-    float *at = tile + (warp_row() + lane_row()) * PITCH + lane_pair();
+template <int N, class T> DEVICE void put(T *tile, const Held<N> &held) {
+    T *at = tile + (warp_row() + lane_row()) * PITCH<T> + lane_pair();
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) two(at + 8 * r * PITCH + 8 * n) = make_float2(held[n][2 * r], held[n][2 * r + 1]);
+        for (int r = 0; r < 2; r++) put_two(at + 8 * r * PITCH<T> + 8 * n, make_float2(held[n][2 * r], held[n][2 * r + 1]));
 }
 
 // Write held * factor[0] (row g) and held * factor[1] (row g + 8) to 16 rows of y in global memory, `row` floats apart.
@@ -245,14 +220,14 @@ template <Precision P> DEVICE void multiply(float (&d)[4], const Left &left, con
     else mma_bf16(d, left.x[0], right.x[0]);
 }
 
-// Call f(n) for the tiles of 8 columns in use, four at a time: with a branch for each tile, its loads could not start before
-// the product of the previous tile.
-template <int N, class F> DEVICE void for_columns(int columns, F f) {
+// Call f(n) for every STEP-th of the tiles of 8 columns in use, four tiles at a time: with a branch for each tile, its loads
+// could not start before the product of the previous tile.
+template <int N, int STEP = 1, class F> DEVICE void for_columns(int columns, F f) {
 #pragma unroll
     for (int first = 0; first < N; first += 4)
         if (8 * first < columns)
 #pragma unroll
-            for (int n = first; n < first + 4 && n < N; n++) f(n);
+            for (int n = first; n < first + 4 && n < N; n += STEP) f(n);
 }
 
 DEVICE float dot(float sum, float4 a, float4 b) { return sum + a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
@@ -261,20 +236,20 @@ DEVICE float dot(float sum, float4 a, float4 b) { return sum + a.x * b.x + a.y *
 template <Precision P, int N>
 DEVICE void rows_by_rows(Held<N> &d, const float *a, const float *b, int summands, int columns) {
     if constexpr (P == Precision::fp32) {
-        a += lane_row() * PITCH;
-        b += lane_pair() * PITCH;
+        a += lane_row() * PITCH<float>;
+        b += lane_pair() * PITCH<float>;
 #pragma unroll 1
         for (int k = 0; k < summands; k += 4) {
-            const float4 a0 = four(a + k), a1 = four(a + 8 * PITCH + k);
+            const float4 a0 = four(a + k), a1 = four(a + 8 * PITCH<float> + k);
             for_columns<N>(columns, [&](int n) {
-                const float4 b0 = four(b + 8 * n * PITCH + k), b1 = four(b + (8 * n + 1) * PITCH + k);
+                const float4 b0 = four(b + 8 * n * PITCH<float> + k), b1 = four(b + (8 * n + 1) * PITCH<float> + k);
                 d[n][0] = dot(d[n][0], a0, b0), d[n][1] = dot(d[n][1], a0, b1);
                 d[n][2] = dot(d[n][2], a1, b0), d[n][3] = dot(d[n][3], a1, b1);
             });
         }
     } else {
-        a += lane_row() * PITCH + lane_pair();
-        b += lane_row() * PITCH + lane_pair();
+        a += lane_row() * PITCH<float> + lane_pair();
+        b += lane_row() * PITCH<float> + lane_pair();
 #pragma unroll 2
         for (int k = 0; k < summands; k += 16) {
             Left left;
@@ -282,19 +257,39 @@ DEVICE void rows_by_rows(Held<N> &d, const float *a, const float *b, int summand
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    const float2 x = two(a + 8 * r * PITCH + k + 8 * half);
+                    const float2 x = two(a + 8 * r * PITCH<float> + k + 8 * half);
                     set<P>(left, half, r, x.x, x.y);
                 }
             for_columns<N>(columns, [&](int n) {
                 Right right;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const float2 x = two(b + 8 * n * PITCH + k + 8 * half);
+                    const float2 x = two(b + 8 * n * PITCH<float> + k + 8 * half);
                     set<P>(right, half, x.x, x.y);
                 }
                 multiply<P>(d[n], left, right);
             });
         }
+    }
+}
+
+// The same for tiles of bfloat16.  A load of b has two tiles of 8 columns, n and n + 1.
+template <int N> DEVICE void multiply_two(Held<N> &d, int n, const unsigned (&left)[4], const unsigned (&right)[4]) {
+    const unsigned first[2] = {right[0], right[1]}, second[2] = {right[2], right[3]};
+    mma_bf16(d[n], left, first);
+    mma_bf16(d[n + 1], left, second);
+}
+template <Precision P, int N>
+DEVICE void rows_by_rows(Held<N> &d, const bf16 *a, const bf16 *b, int summands, int columns) {
+#pragma unroll 2
+    for (int k = 0; k < summands; k += 16) {
+        unsigned left[4];
+        fragment<PITCH<bf16>, true, true>(left, a, 0, k);
+        for_columns<N, 2>(columns, [&](int n) {
+            unsigned right[4];
+            fragment<PITCH<bf16>, true, false>(right, b, 8 * n, k);
+            multiply_two(d, n, left, right);
+        });
     }
 }
 
@@ -308,21 +303,29 @@ DEVICE void add_row(Held<OUT> &d, float a0, float a1, const float *b, int column
     });
 }
 template <Precision P> DEVICE void add_rows(Held<OUT> &d, const Left &left, const float *b, int columns) {
-    b += lane_pair() * PITCH + lane_row();
+    b += lane_pair() * PITCH<float> + lane_row();
     for_columns<OUT>(columns, [&](int n) {
         Right right;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float *x = b + 8 * half * PITCH + 8 * n;
-            set<P>(right, half, x[0], x[PITCH]);
+            const float *x = b + 8 * half * PITCH<float> + 8 * n;
+            set<P>(right, half, x[0], x[PITCH<float>]);
         }
         multiply<P>(d[n], left, right);
     });
 }
 
+template <Precision P> DEVICE void add_rows(Held<OUT> &d, const Left &left, const bf16 *b, int columns) {
+    for_columns<OUT, 2>(columns, [&](int n) {
+        unsigned right[4];
+        fragment<PITCH<bf16>, false, false>(right, b, 8 * n, 0);
+        multiply_two(d, n, left.x[0], right);
+    });
+}
+
 // d += held b:  held (16, 8N), the first `summands` columns in use, b (as many rows).
-template <Precision P, int N>
-DEVICE void held_by_columns(Held<OUT> &d, const Held<N> &held, const float *b, int summands, int columns) {
+template <Precision P, int N, class T>
+DEVICE void held_by_columns(Held<OUT> &d, const Held<N> &held, const T *b, int summands, int columns) {
     if constexpr (P == Precision::fp32) {
 #pragma unroll
         for (int m = 0; m < N; m++)
@@ -332,8 +335,8 @@ DEVICE void held_by_columns(Held<OUT> &d, const Held<N> &held, const float *b, i
                 float a[4];
 #pragma unroll
                 for (int e = 0; e < 4; e++) a[e] = __shfl_sync(ALL_LANES, held[m][e], lane);
-                add_row(d, a[0], a[2], b + (8 * m + k) * PITCH, columns);
-                add_row(d, a[1], a[3], b + (8 * m + k + 1) * PITCH, columns);
+                add_row(d, a[0], a[2], b + (8 * m + k) * PITCH<float>, columns);
+                add_row(d, a[1], a[3], b + (8 * m + k + 1) * PITCH<float>, columns);
             }
     } else {
 #pragma unroll
@@ -344,7 +347,7 @@ DEVICE void held_by_columns(Held<OUT> &d, const Held<N> &held, const float *b, i
                 for (int half = 0; half < 2; half++)
 #pragma unroll
                     for (int r = 0; r < 2; r++) set<P>(left, half, r, held[m + half][2 * r], held[m + half][2 * r + 1]);
-                add_rows<P>(d, left, b + 8 * m * PITCH, columns);
+                add_rows<P>(d, left, b + 8 * m * PITCH<T>, columns);
             }
     }
 }
@@ -355,7 +358,7 @@ DEVICE void columns_by_columns(Held<OUT> &d, const float *a, const float *b, int
     a += lane_row();
     if constexpr (P == Precision::fp32) {
 #pragma unroll 2
-        for (int k = from; k < to; k++) add_row(d, a[k * PITCH], a[k * PITCH + 8], b + k * PITCH, columns);
+        for (int k = from; k < to; k++) add_row(d, a[k * PITCH<float>], a[k * PITCH<float> + 8], b + k * PITCH<float>, columns);
     } else {
 #pragma unroll 2
         for (int k = from; k < to; k += 16) {
@@ -364,11 +367,20 @@ DEVICE void columns_by_columns(Held<OUT> &d, const float *a, const float *b, int
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    const float *x = a + (k + 8 * half + lane_pair()) * PITCH + 8 * r;
-                    set<P>(left, half, r, x[0], x[PITCH]);
+                    const float *x = a + (k + 8 * half + lane_pair()) * PITCH<float> + 8 * r;
+                    set<P>(left, half, r, x[0], x[PITCH<float>]);
                 }
-            add_rows<P>(d, left, b + k * PITCH, columns);
+            add_rows<P>(d, left, b + k * PITCH<float>, columns);
         }
+    }
+}
+template <Precision P>
+DEVICE void columns_by_columns(Held<OUT> &d, const bf16 *a, const bf16 *b, int from, int to, int columns) {
+#pragma unroll 2
+    for (int k = from; k < to; k += 16) {
+        Left left;
+        fragment<PITCH<bf16>, false, true>(left.x[0], a, 0, k);
+        add_rows<P>(d, left, b + k * PITCH<bf16>, columns);
     }
 }
 
@@ -420,8 +432,8 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
     forward(Call c, T *y, float *stats, const T *q, const T *k, const T *v) {
     wait_for_last_kernel();
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
-    DYN_SHARED(float, q_tile);
-    float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
+    DYN_SHARED(T, q_tile);
+    T *const k_tile = q_tile + SIZE<T, WARPS>, *const v_tile = k_tile + SIZE<T, WARPS>;
     const BlockTask p(c, c.Tq, ROWS);
     const int queries = in_tile(p.Tq - p.first, ROWS), above = warp_row();
     const int all = seen_by_any(c, p, p.first, ROWS);
@@ -460,7 +472,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
             if (chunk == 0) mask = make_mask<WARPS>(c, p, p.first, j);          // while copies are in flight
             cp_async_wait<1>();                                 // v may still be in flight
             __syncthreads();
-            rows_by_rows<P>(s, q_tile + above * PITCH, k_tile, width, mask.columns);
+            rows_by_rows<P>(s, q_tile + above * PITCH<T>, k_tile, width, mask.columns);
         }
         float before[2];
 #pragma unroll
@@ -508,7 +520,7 @@ template <class T> struct Saved {                // inputs of both kernels
     const T *dy, *q, *k, *v, *y;
     const float *stats;
 };
-struct Tiles { float *q, *dy, *k, *v; };
+template <class T> struct Tiles { T *q, *dy, *k, *v; };
 
 // dy . y of rows g and g + 8 of this warp's queries, which start at i; four lanes share a row.
 template <class T> DEVICE void row_dots(float (&dsum)[2], const Call &c, const BlockTask &p, const Saved<T> &x, int i) {
@@ -522,9 +534,9 @@ template <class T> DEVICE void row_dots(float (&dsum)[2], const Call &c, const B
     }
 }
 
-template <int WARPS> DEVICE Tiles lay_out(float *shared) {
-    constexpr int FLOATS = Tile<WARPS>::FLOATS;
-    return {shared, shared + FLOATS, shared + 2 * FLOATS, shared + 3 * FLOATS};
+template <int WARPS, class T> DEVICE Tiles<T> lay_out(T *shared) {
+    constexpr int AT = SIZE<T, WARPS>;
+    return {shared, shared + AT, shared + 2 * AT, shared + 3 * AT};
 }
 
 // For queries starting at i and keys starting at j: the weights times D (see pyops.h) and the gradients of the scores, in
@@ -532,7 +544,7 @@ template <int WARPS> DEVICE Tiles lay_out(float *shared) {
 // chunk of this block.  `all`: the number of keys to read.  dsum is an input unless all_keys is set: then it is computed as
 // the sum of the weights times their gradients, which makes reading y unnecessary (docs/attention.md, Gradient).
 template <class T, Precision P, int WARPS, int N>
-DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c,
+DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles<T> &tiles, const Call &c,
                                   const BlockTask &p, const Saved<T> &x, int i, int j, int all, bool all_keys, bool new_queries,
                                   bool new_keys) {
     constexpr int ROWS = Tile<WARPS>::ROWS;
@@ -563,10 +575,10 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
         if (n == 0) mask = make_mask<WARPS>(c, p, i, j);        // while copies are in flight
         cp_async_wait<1>();                                     // dy and v may still be in flight
         __syncthreads();
-        rows_by_rows<P>(w, tiles.q + above * PITCH, tiles.k, width, mask.columns);
+        rows_by_rows<P>(w, tiles.q + above * PITCH<T>, tiles.k, width, mask.columns);
         cp_async_wait<0>();
         __syncthreads();
-        rows_by_rows<P>(ds, tiles.dy + above * PITCH, tiles.v, width, mask.columns);
+        rows_by_rows<P>(ds, tiles.dy + above * PITCH<T>, tiles.v, width, mask.columns);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -597,9 +609,9 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
     backward_keys(Call c, T *dq, T *dk, T *dv, Saved<T> x) {
     wait_for_last_kernel();
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
-    DYN_SHARED(float, shared);
-    const Tiles tiles = lay_out<WARPS>(shared);
-    float *const transposed = ONCE ? tiles.v : tiles.v + Tile<WARPS>::FLOATS;       // w, then ds; ONCE: in the memory of v
+    DYN_SHARED(T, shared);
+    const Tiles<T> tiles = lay_out<WARPS>(shared);
+    T *const transposed = ONCE ? tiles.v : tiles.v + SIZE<T, WARPS>;                // w, then ds; ONCE: in the memory of v
     const BlockTask p(c, c.Tk, ROWS);
     const int j = p.first, all = p.Tq > 0 ? seen(c, p, p.Tq - 1) : 0;
     const int above = warp_row(), mine = in_tile(p.Tk - j - above, 16);
@@ -653,8 +665,8 @@ template <class T, Precision P, int WARPS>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backward_queries(Call c, T *dq, Saved<T> x) {
     wait_for_last_kernel();
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
-    DYN_SHARED(float, shared);
-    const Tiles tiles = lay_out<WARPS>(shared);
+    DYN_SHARED(T, shared);
+    const Tiles<T> tiles = lay_out<WARPS>(shared);
     const BlockTask p(c, c.Tq, ROWS);
     const int i = p.first, all = seen_by_any(c, p, i, ROWS);
     const int above = warp_row();
@@ -726,9 +738,9 @@ static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &
 }
 
 // Launch a kernel with `tiles` tiles in shared memory.
-template <int WARPS, class... Wanted, class... Given>
+template <class T, int WARPS, class... Wanted, class... Given>
 static cudaError_t launch(void (*kernel)(Wanted...), unsigned blocks, int tiles, void *stream, Given... arguments) {
-    const int bytes = tiles * Tile<WARPS>::FLOATS * static_cast<int>(sizeof(float));
+    const int bytes = tiles * SIZE<T, WARPS> * static_cast<int>(sizeof(T));
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     return error == cudaSuccess ? LAUNCH_DEPENDENT(kernel, blocks, Tile<WARPS>::THREADS, bytes, stream_of(stream), arguments...)
                                 : error;
@@ -741,9 +753,9 @@ static pyops_status run_forward(const Call &c, T *y, float *stats, const T *q, c
     if (status) return status;
     Launches launches;
     if (c.Tk <= Tile<WARPS>::ROWS)
-        launches << launch<WARPS>(forward<T, P, WARPS, true>, blocks, 3, stream, c, y, stats, q, k, v);
+        launches << launch<T, WARPS>(forward<T, P, WARPS, true>, blocks, 3, stream, c, y, stats, q, k, v);
     else if constexpr (WARPS > 1)
-        launches << launch<WARPS>(forward<T, P, WARPS, false>, blocks, 3, stream, c, y, stats, q, k, v);
+        launches << launch<T, WARPS>(forward<T, P, WARPS, false>, blocks, 3, stream, c, y, stats, q, k, v);
     return pyops_launched("attention_forward", launches.error, stream);
 }
 
@@ -758,11 +770,11 @@ static pyops_status run_backward(const Call &c, T *dq, T *dk, T *dv, const Saved
     T *const dq_too = all_keys ? dq : nullptr;
     Launches launches;
     if (c.Tq <= ROWS)
-        launches << launch<WARPS>(backward_keys<T, P, WARPS, true>, key_blocks, 4, stream, c, dq_too, dk, dv, saved);
+        launches << launch<T, WARPS>(backward_keys<T, P, WARPS, true>, key_blocks, 4, stream, c, dq_too, dk, dv, saved);
     if constexpr (WARPS > 1) {              // one warp: there are at most ROWS of both
         if (c.Tq > ROWS)
-            launches << launch<WARPS>(backward_keys<T, P, WARPS, false>, key_blocks, 5, stream, c, dq_too, dk, dv, saved);
-        if (!all_keys) launches << launch<WARPS>(backward_queries<T, P, WARPS>, query_blocks, 4, stream, c, dq, saved);
+            launches << launch<T, WARPS>(backward_keys<T, P, WARPS, false>, key_blocks, 5, stream, c, dq_too, dk, dv, saved);
+        if (!all_keys) launches << launch<T, WARPS>(backward_queries<T, P, WARPS>, query_blocks, 4, stream, c, dq, saved);
     }
     return pyops_launched("attention_backward", launches.error, stream);
 }

@@ -6,12 +6,11 @@
 //   k_inner     a line per row, S::K elements + 8      ldmatrix          8 rows x 8 k's
 //   otherwise   a line per k, ROWS elements + 8        ldmatrix.trans    8 k's x 8 rows, transposed
 //
-// Lines are an odd multiple of 16 bytes apart, so the 8 lines of an 8 x 8 matrix are in different banks.
-//
 // Use, in a kernel of T::THREADS threads with T::BYTES of dynamic shared memory, T = HalfTile<TileShape<...>, A_K, B_K>:
 //   T::product(shared, a, b, m0, n0, k0, k1);          the whole block; k0 and the offsets of k a multiple of 8
 //   T::each(shared, [&](int m, int n, float sum) { ... });
 #pragma once
+#include "fragments.cuh"
 #include "product.cuh"
 #include "tile.cuh"
 
@@ -41,15 +40,6 @@ template <class S, int ROWS, bool K_INNER> struct HalfPanel {
                     to[j] = j < n ? x.at(row + (K_INNER ? 0 : j), at_k + (K_INNER ? j : 0)) : as<bf16>(0.0f);
             }
         }
-    }
-    // Fragments of 16 rows x 16 k's, starting at this row and k of the panel.  The first two are of the lower k's, unless
-    // ROWS_FIRST is false: then of the lower rows.
-    template <bool ROWS_FIRST> static __device__ __forceinline__ void fragment(unsigned (&x)[4], const bf16 *panel, int row,
-                                                                               int k) {
-        const int lane = threadIdx.x & 31, low = lane / 8 % 2 * 8, high = lane / 16 * 8;
-        const int r = row + (ROWS_FIRST ? low : high), c = k + (ROWS_FIRST ? high : low);
-        if constexpr (K_INNER) ldmatrix_x4(x, panel + (r + lane % 8) * STRIDE + c);
-        else ldmatrix_x4_trans(x, panel + (c + lane % 8) * STRIDE + r);
     }
 };
 
@@ -90,11 +80,11 @@ template <class S, bool A_K, bool B_K> struct HalfTile {
             for (int k = 0; k < S::K; k += 16) {
                 unsigned y[COLUMNS / 2][4];
 #pragma unroll
-                for (int j = 0; j < COLUMNS / 2; j++) PanelB::template fragment<false>(y[j], of_b, n + 16 * j, k);
+                for (int j = 0; j < COLUMNS / 2; j++) fragment<PanelB::STRIDE, B_K, false>(y[j], of_b, n + 16 * j, k);
 #pragma unroll
                 for (int i = 0; i < ROWS; i++) {
                     unsigned x[4];
-                    PanelA::template fragment<true>(x, of_a, m + 16 * i, k);
+                    fragment<PanelA::STRIDE, A_K, true>(x, of_a, m + 16 * i, k);
 #pragma unroll
                     for (int j = 0; j < COLUMNS; j++) {
                         const unsigned column[2] = {y[j / 2][j % 2 * 2], y[j / 2][j % 2 * 2 + 1]};

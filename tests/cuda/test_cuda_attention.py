@@ -1,4 +1,5 @@
-"""Attention in bfloat16 by wgmma (cuda/attention_hopper.cu), on the emulator, against float64 with the same operands."""
+"""Attention in bfloat16 by wgmma (cuda/attention_hopper.cu), and of bfloat16 arrays by mma.sync (cuda/attention.cu), on the
+emulator, against float64 with the same operands."""
 import numpy as np
 import pytest
 from emulated import BF16, FP32, LIBRARY, call, library
@@ -275,6 +276,51 @@ def test_wgmma_attention_of_packed_bfloat16_rows():
     packed.y[...] = y
     for ours, theirs in zip(found, packed.backward(), strict=True):
         assert (ours[:-1] == rounded(theirs[:-1], 'bf16')).all() and not ours[-1].any()
+
+
+def of_halves_and_floats(attention):
+    """Return y, dq, dk, dv of bfloat16 arrays, and of float32 arrays with the same numbers, rounded once.
+
+    mma.sync gets the same operands in both, from tiles of bfloat16 and from tiles of floats that are rounded in registers.
+    """
+    for name in 'q', 'k', 'v', 'dy':
+        getattr(attention, name)[...] = rounded(getattr(attention, name), 'bf16')
+    halves = Halves(attention).run(MMA)
+    y = attention.forward(MMA)
+    attention.y[...] = halves[0]                        # several tiles of keys: dq and dk depend on the y that was stored
+    floats = [y, *attention.backward(MMA)]
+    attention.y[...] = y
+    return halves, [rounded(x, 'bf16') for x in floats]
+
+
+@pytest.mark.parametrize('Tq,Tk,C,causal,p', [
+    (9, 9, 64, True, 0.2), (16, 16, 32, False, 0.0), (3, 14, 20, False, 0.3), (17, 17, 64, True, 0.0), (33, 64, 64, False, 0.2),
+    (64, 64, 40, True, 0.1), (70, 30, 64, False, 0.0), (65, 127, 64, True, 0.2), (127, 127, 32, False, 0.1),
+    (100, 90, 20, True, 0.0), (20, 70, 72, True, 0.1), (127, 65, 136, False, 0.0)])
+def test_tiles_of_bfloat16_give_the_bits_of_rounded_tiles_of_floats(Tq, Tk, C, causal, p):
+    attention = Call(Tq, Tk, 2, 2, C, causal, [Tk, Tk // 2], p)
+    for ours, theirs in zip(*of_halves_and_floats(attention), strict=True):
+        assert (ours == theirs).all()
+    attention.backward(MMA)
+    attention.check()
+
+
+def test_tiles_of_bfloat16_read_nothing_beyond_a_length():
+    attention = Call(60, 60, 4, 2, 64, True, [60, 0, 1, 33], 0.1)
+    results = []
+    for value in (np.nan, 0):
+        for b, length in enumerate(attention.lengths):
+            attention.k[length:, b] = attention.v[length:, b] = value
+        results.append(Halves(attention).run(MMA))
+    assert all((ours == theirs).all() for ours, theirs in zip(*results, strict=True))       # NaN equals nothing
+
+
+@pytest.mark.parametrize('longest', [15, 40, 100])
+def test_packed_rows_in_tiles_of_bfloat16(longest):
+    queries, keys = [longest, 3, 0, longest - 6], [longest - 2, 1, 7, longest]
+    packed = Call(longest, longest, 4, 2, 64, p=0.2).pack(queries, keys)
+    for ours, theirs in zip(*of_halves_and_floats(packed), strict=True):
+        assert (ours[:-1] == theirs[:-1]).all() and not ours[-1].any()
 
 
 def test_forward_and_backward_of_attention_may_use_different_kernels():

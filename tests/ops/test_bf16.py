@@ -552,7 +552,7 @@ def test_the_output_layer_without_a_valid_row_adds_nothing(on_gpu):
 
 
 @pytest.mark.parametrize(('causal', 'p'), [(False, 0.0), (True, 0.25)])
-@pytest.mark.parametrize(('Tq', 'Tk'), [(5, 5), (20, 70)])
+@pytest.mark.parametrize(('Tq', 'Tk'), [(5, 5), (9, 9), (20, 70), (64, 64), (127, 100)])
 def test_attention_rounds_weights_gradients_of_scores_and_results(Tq, Tk, causal, p, on_gpu):
     B, heads, C, rng = 2, 2, 8, np.random.default_rng(Tq)
     D = heads * C
@@ -572,9 +572,10 @@ def test_attention_rounds_weights_gradients_of_scores_and_results(Tq, Tk, causal
         within(ours, theirs, name, C * np.abs(exact[0]).max() * np.abs(dy).max() * np.abs(inputs[0]).max() / np.sqrt(C))
 
 
-def test_attention_takes_columns_of_one_bfloat16_array(on_gpu):
+@pytest.mark.parametrize('T', [5, 40, 100])
+def test_attention_takes_columns_of_one_bfloat16_array(T, on_gpu):
     rng = np.random.default_rng(2)
-    qkv, dy = half(numbers(rng, 5, 2, 48)), half(numbers(rng, 5, 2, 16))
+    qkv, dy = half(numbers(rng, T, 2, 48)), half(numbers(rng, T, 2, 16))
     dqkv, op = backend.empty(qkv.shape, BF16), Attention(2)
     parts = [[x[..., i:i + 16] for i in (0, 16, 32)] for x in (qkv, dqkv)]
     apart = [half(get(part)) for part in parts[0]]
