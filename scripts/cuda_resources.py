@@ -8,7 +8,7 @@
 
 --launches requires the emulated library (make emulated) and no nvcc.  If cuobjdump is there, the instructions of sm_90a are
 checked, too.  Exit status 2 if a kernel spills registers, or the compiler serialises wgmma instructions; with --check also if a
-kernel uses local memory or more registers than on the page.
+kernel uses local memory or more registers than on the page, in units of 8.
 """
 import os
 import re
@@ -161,9 +161,14 @@ def _named(kernel):
     return f'{kernel.file}: {kernel.name} ({kernel.architecture})'
 
 
+def _units(registers):
+    """Return how many units of 8 registers a thread gets: a device allocates no smaller part."""
+    return -(-registers // 8)
+
+
 def beyond(found, page):
     """Return a list of lines: kernels with local memory that is not spilled, and those that a page has otherwise: with fewer
-    registers, or not at all; or that it has alone."""
+    units of registers, or not at all; or that it has alone."""
     written, files = {}, {kernel.file for kernel in found}
     for file, name, *registers in LINE.findall(page.read_text()):
         if file in files:
@@ -174,7 +179,7 @@ def beyond(found, page):
         if kernel.local and not kernel.stored:
             bad.append(f'{_named(kernel)}: {kernel.local} bytes of local memory: index its arrays by constants')
         allowed = written.pop((kernel.file, kernel.name, kernel.architecture), 0)
-        if kernel.registers > allowed:
+        if _units(kernel.registers) > _units(allowed):
             bad.append(f'{_named(kernel)}: {kernel.registers} registers, on the page {allowed}: if that is wanted, update it '
                        f'with python -m {PROGRAM} {kernel.file}')
     return bad + [f'{file}: {name} ({architecture}): on the page, but not in the build: update the page with '
