@@ -476,7 +476,9 @@ def difference_from_float64(training):
     formula = Formula(training, training.batches[0])
     exact = formula.loss
     if not abs(got - exact) <= LOSS_TOLERANCE * max(abs(exact), 1):
-        return f'float64: the loss is {got:.8g}, expected {exact:.8g}'
+        # Norms of almost equal numbers enlarge rounding: then float32 numbers near those of the formula give other losses, too.
+        spread = max(abs(formula.again(np.random.default_rng(seed)) - exact) for seed in range(4))
+        return None if abs(got - exact) <= 4 * spread else f'float64: the loss is {got:.8g}, expected {exact:.8g}'
     # The gradient of a logit is p - 1 in float32: of a loss below this, rounding p to 1 takes too many of its digits.
     if training.program.classes and exact < ROUNDING / DERIVATIVE_TOLERANCE:
         return None
@@ -518,42 +520,47 @@ def difference_of_the_update(trained):
     for key in training.params:
         part = training.params.view(is_matrix, key)
         part[...] = name == 'Muon' and is_hidden_matrix(key, part.shape)
-    expected = update_of(name, settings, len(training.batches), is_matrix, **before)
+    expected, slack = update_of(name, settings, len(training.batches), is_matrix, **before)
     for key, exact in expected.items():
         kept = before[key] if key == 'values' else 0
         tolerance = RTOL * np.abs(exact - kept).max(initial=0.0) + ROUNDING * np.abs(exact).max(initial=0.0)
-        error = np.abs(np.where(is_matrix & (key == 'values'), 0, after[key] - exact)).max(initial=0.0)
+        errors = np.abs(after[key] - exact)
+        if key == 'values':
+            errors = np.where(is_matrix, 0, np.where(errors <= slack, 0, errors - slack))
+        error = errors.max(initial=0.0)
         if not error <= tolerance:
             return f'float64: {key} after the last step: one differs by {error:.1e}, tolerance {tolerance:.1e}'
     return None
 
 
 def update_of(name, settings, t, is_matrix, values, m, v, grads):
-    """Return {buffer: array} after step t of an optimiser, in float64.  Of Muon's matrices only m, since their step has its own
-    test."""
-    lr, decay, g = settings['lr'], settings.get('weight_decay', 0.0), grads
+    """Return {buffer: array} after step t of an optimiser, in float64, and how much rounding a gradient changes each value.
+    Of Muon's matrices only m counts, since their step has its own test."""
+    lr, decay, g, before = settings['lr'], settings.get('weight_decay', 0.0), grads, values
     norm = np.linalg.norm(g)
     if norm > settings.get('max_norm', np.inf):
         g = g * (settings['max_norm'] / norm)
     if name == 'AdamW':
         values = values * (1 - lr * decay)
     else:
-        g = g + decay * values
+        g = g + decay * values          # may cancel: the sum is then as inexact as its larger part
     if name == 'SGD':
         momentum = settings.get('momentum', 0.0)
         velocity = g if t == 1 else momentum * m + (1 - settings.get('dampening', 0.0)) * g
         step = g + momentum * velocity if settings.get('nesterov') else velocity
-        return dict(values=values - lr * step, **dict(m=velocity) if momentum else {})
+        return dict(values=values - lr * step, **dict(m=velocity) if momentum else {}), np.zeros_like(values)
     m = np.where(is_matrix, 0.95 * m + 0.05 * g, 0.9 * m + 0.1 * g)
     v = np.where(is_matrix, v, 0.999 * v + 0.001 * g**2)
     root = np.sqrt(v / (1 - 0.999**t)) + 1e-8
-    return dict(values=values - lr * m / (1 - 0.9**t) / root, m=m, v=v)
+    rounding = ROUNDING * (np.abs(grads) + decay * np.abs(before)) * 0.1 / (1 - 0.9**t)
+    return dict(values=values - lr * m / (1 - 0.9**t) / root, m=m, v=v), lr * rounding / root
 
 
 class Formula:
     """The loss of a batch in float64: the formulas of the ops, listed once, since the layers take longer than they.
 
     loss: at the parameters of that time;  again(): at the present ones.  Other Tensors keep their values
+    again(rng): with each result changed at random as much as rounding to float32 may change it
     """
 
     def __init__(self, training, rows):
@@ -577,7 +584,7 @@ class Formula:
         """Return (number of a result, None), or (None, a value)."""
         return (self._places[id(x)], None) if id(x) in self._places else (None, x)
 
-    def again(self):
+    def again(self, rng=None):
         found = []
 
         def value(argument):
@@ -587,7 +594,9 @@ class Formula:
             y = reference(*map(value, inputs), **{name: value(x) for name, x in named.items()})
             for one in y if isinstance(y, tuple) else (y,):
                 one = np.asarray(one)
-                found.append(one if one.dtype.kind == 'i' else one.astype(np.float64))
+                one = one if one.dtype.kind == 'i' else one.astype(np.float64)
+                found.append(one if rng is None or one.dtype.kind == 'i' else
+                             one * (1 + ROUNDING / 2 * rng.uniform(-1, 1, one.shape)))
         return float(found[self._end])
 
 
