@@ -62,6 +62,7 @@ def main(argv=None):
     args = parser().parse_args(argv)
     # Threads that wait for the next kernel take no time from those that work: there are more of them than cores.
     os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
+    os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')          # of numpy, for the formulas: each core runs a program
     start, seed = time.perf_counter(), totals.first_seed(args, 'soak')
     with Workers() as workers:
         found = run(workers, seed, args.seconds, args.workers)
