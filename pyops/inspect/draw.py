@@ -29,6 +29,7 @@ from pyops.training import watch
 
 FOLDERS = 'distributions', 'heatmaps', 'comparisons', 'attention_maps', 'statistics'
 LIMIT, SENTENCES, DPI = 200, 3, 100
+LARGE = 1 << 24             # values of a tensor that is measured piece by piece, and whose pictures show some of its rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,6 +332,8 @@ def _draw_tensor(job):
     from pyops.inspect.pictures import attention, style, tensors
     from pyops.inspect.statistics import attention_entropy
     try:
+        if job.needs_values and (result := _draw_large(job)):
+            return result
         x = job.entry.load() if job.needs_values else None
     except LogError as error:
         return _Result((job.entry.relative_path, str(error)), (), None)
@@ -361,6 +364,48 @@ def _draw_tensor(job):
     entropy = tuple(attention_entropy(x, job.mask).tolist()) if job.entry.is_weights else ()
     measured = page.measure(job.page, x, losses if _has_axis(job.entry) else None) if job.page else None
     return _Result(_record_of(job, described, counts, losses, entropy), tuple(drawn), measured)
+
+
+def _draw_large(job):
+    """Return the _Result of a large tensor, of which no more than a piece is in memory; None for others.
+
+    Measures are those of all values; pictures show evenly spaced rows, and the page has no plots of the tensor.
+    """
+    from pyops import formats
+    from pyops.inspect import page, pieces
+    from pyops.inspect.pictures import numbers, style, tensors
+    entry, mask = job.entry, job.mask
+    if math.prod(entry.shape) <= LARGE or entry.is_weights or not _has_axis(entry):
+        return None
+    texts = dict.fromkeys((*job.formats, *(job.page[4] if job.page else ())))
+    losses = {}
+    for text in texts:
+        found = job.losses.get(text) or pieces.measure_in_pieces(entry, formats.parse(text), entry.axis, mask)
+        if found is None:
+            return None
+        losses[text] = found if isinstance(found, dict) else found[0]
+    parsed = [formats.parse(text) for text in job.formats]
+    part = pieces.some_rows(entry, parsed, entry.axis, mask)
+    if part is None:
+        return None
+    described, counts = entry.statistics or pieces.describe_in_pieces(entry, mask), 0
+    valid = pieces.parts_of(mask, entry.shape)
+    for start, stop, (x,) in pieces.in_parts(entry):
+        counts = counts + numbers.binades(numbers.valid(x, valid(start, stop)))
+    drawn = []
+    if job.pictures:
+        x, part_mask, axis = part
+        some = dataclasses.replace(entry, shape=x.shape, axis=axis, mask=())
+        with style.look():
+            tensor = tensors.analyse(some, x, part_mask, parsed, losses, job.colours == 'rms')
+            tensor = dataclasses.replace(
+                tensor, subtitle=f'{tensors.subtitle_of(entry)}  \N{MIDDLE DOT}  {len(x):,} evenly spaced rows of '
+                f'{math.prod(entry.shape[:-1]):,}', shape=entry.shape, statistics=described, counts=counts, is_sampled=True)
+            for kind in job.pictures:
+                path = os.path.join(job.folder, kind, f'{job.stem}.png')
+                drawn.append((path, tensors.DRAW[kind](tensor).save(path, job.dpi)))
+    measured = page.measure((*job.page[:5], None, *job.page[6:]), None, losses, described) if job.page else None
+    return _Result(_record_of(job, described, counts, {text: losses[text] for text in job.formats}, ()), tuple(drawn), measured)
 
 
 def _has_axis(entry):

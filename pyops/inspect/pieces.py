@@ -8,7 +8,7 @@ them may differ by a relative error of 1e-12.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from pyops.inspect.readers import flat
 from pyops.inspect.statistics import (
     BLOCK,
     amax_of,
+    describe,
     digits,
     exponents,
     joined,
@@ -26,7 +27,7 @@ from pyops.inspect.statistics import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pyops.formats import Format
     from pyops.inspect.logs import Entry
@@ -158,3 +159,51 @@ def measure_in_pieces(entry: Entry, fmt: Format, axis: int | str,
                     histograms[name][key] = histograms[name].get(key, 0) + count
     whole = measures(joined(found)) | {'worst_block_db': worst}
     return whole, {name: counts if name == 'digits' else dict(sorted(counts.items())) for name, counts in histograms.items()}
+
+
+def describe_in_pieces(entry: Entry, mask: np.ndarray | None) -> dict[str, Any]:
+    """Return the result of statistics.describe for a large tensor, read piece by piece.   LogError if the file is damaged"""
+    valid, found = parts_of(mask, entry.shape), []
+    for start, stop, (x,) in in_parts(entry):
+        found.append(describe(x, valid(start, stop)))
+    result = {name: sum(one[name] for one in found) for name in ('count', 'nan', 'inf', 'zeros')}
+    known = [(one, one['count'] - one['nan'] - one['inf']) for one in found if one['amax'] is not None]
+    if not known:
+        return found[0] | result
+    finite = sum(count for _, count in known)
+    mean, mean_abs, squares = (math.fsum(count * one[name] ** power for one, count in known) / finite
+                               for name, power in (('mean', 1), ('mean_abs', 1), ('rms', 2)))
+    return result | {'amax': max(one['amax'] for one, _ in known), 'mean': mean, 'mean_abs': mean_abs,
+                     'rms': math.sqrt(squares), 'std': math.sqrt(max(squares - mean * mean, 0.0)),
+                     'min': min(one['min'] for one, _ in known), 'max': max(one['max'] for one, _ in known)}
+
+
+def some_rows(entry: Entry, fmts: Iterable[Format], axis: int,
+              mask: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None, int] | None:
+    """Return about PIECE values of a large tensor, their mask, and the axis of their blocks.
+
+    They are evenly spaced groups of rows, which contain whole blocks of all formats.  A scale of the whole tensor becomes one
+    of these rows.  None if the file or the axis does not allow it.   LogError if the file is damaged.
+    """
+    ndim, columns = len(entry.shape), entry.shape[-1] if entry.shape else 1
+    is_last = axis % max(ndim, 1) == ndim - 1
+    if ndim < 2 or not is_last and ndim > 2:
+        return None
+    sizes = [1]
+    for fmt in fmts:
+        block = fmt.option('block')
+        sizes.append(int(block.partition('x')[0]) if isinstance(block, str) and 'x' in block else
+                     1 if is_last or not isinstance(block, int) else block)
+        sizes.append(1 if is_last else max(fmt.hadamard, BLOCK))
+    group, rows = math.lcm(*sizes), math.prod(entry.shape[:-1])
+    groups, chosen = -(-rows // group), PIECE // (group * columns)
+    with entry.reading():
+        file = flat(entry.path, entry.key)
+        if file is None or file.size != rows * columns or not 0 < chosen < groups:
+            return None
+        ranges = [(first * group * columns, min((first + 1) * group, rows) * columns)
+                  for first in (i * groups // chosen for i in range(chosen))]
+        x = np.concatenate([file.read(start, stop) for start, stop in ranges]).reshape(-1, columns)
+    valid = parts_of(mask, entry.shape)
+    parts = [part for start, stop in ranges if (part := valid(start, stop)) is not None]
+    return x, np.concatenate(parts).reshape(x.shape) if parts else None, 1 if is_last else 0

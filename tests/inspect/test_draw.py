@@ -24,6 +24,7 @@ from pyops.inspect import colours, statistics
 from pyops.inspect.draw import FOLDERS, Options, _by_step, _choose, draw
 from pyops.inspect.logs import Logs, curves
 from pyops.inspect.pictures import attention, numbers, overview, style, tensors
+from pyops.inspect.writer import Writer
 
 RNG = np.random.default_rng(0)
 ATTENTION, LINEAR = 'encoder.0.self_attention', 'encoder.0.self_attention.q'
@@ -639,8 +640,8 @@ def test_a_format_of_the_run_comes_first_and_two_runs_have_pictures_of_their_own
     make_dump(tmp_path / 'dump', steps=(0,), formats=('hifp8', 'mxfp4:scale=even'), layers=(LINEAR,))
     seen = []
     analyse = tensors.analyse
-    monkeypatch.setattr(tensors, 'analyse', lambda entry, x, mask, wanted: (seen.append([str(f) for f in wanted]),
-                                                                           analyse(entry, x, mask, wanted))[1])
+    monkeypatch.setattr(tensors, 'analyse', lambda entry, x, mask, wanted, *more: (seen.append([str(f) for f in wanted]),
+                                                                                  analyse(entry, x, mask, wanted, *more))[1])
     summary = draw(tmp_path / 'dump', tmp_path / 'draw', Options(names=('weight',), formats='bf16,hifp8', jobs=1, dpi=40,
                                                                  page=False))
     assert seen == [['hifp8', 'bf16'], ['mxfp4:scale=even', 'bf16', 'hifp8']] and summary.tensors == 2
@@ -732,6 +733,35 @@ def test_each_tensor_is_read_once_for_its_pictures_and_the_page(dump, tmp_path, 
     assert summary.tensors == len(loads) > 20 and set(loads.values()) == {1}
     alone = page.write(Logs(dump), str(tmp_path / 'alone'), small().formats.split(','))
     assert (tmp_path / 'draw' / 'index.html').read_bytes() == Path(alone).read_bytes()
+
+
+@pytest.mark.parametrize('axis', [-1, 0])
+def test_a_large_tensor_is_measured_in_pieces_and_drawn_from_some_of_its_rows(axis, tmp_path, monkeypatch):
+    from pyops.inspect import draw as module
+    from pyops.inspect import pieces
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((900, 70)) * np.exp2(rng.integers(-6, 6, (900, 1)))).astype(np.float32)
+    x[5, 3], x[77, 2], x[400:440] = np.nan, np.inf, 0
+    with Writer(tmp_path / 'logs', run={'program': 'test'}) as writer:
+        writer.tensor(x, layer='big', layer_type='linear', index=0, operation='forward', name='weight', step=0, axis=axis)
+    options = {'formats': 'mxfp8,nvfp4,fp8:block=16x16' if axis else 'mxfp8,nvfp4', 'jobs': 1, 'dpi': 50}
+    whole = draw(tmp_path / 'logs', tmp_path / 'whole', Options(**options))
+    monkeypatch.setattr(module, 'LARGE', 1000)
+    monkeypatch.setattr(pieces, 'PIECE', 8000)
+    monkeypatch.setattr('pyops.inspect.logs.Entry.load', lambda entry: pytest.fail('the whole tensor was read'))
+    part = draw(tmp_path / 'logs', tmp_path / 'part', Options(**options))
+    assert part.pictures == whole.pictures and part.notes == whole.notes and part.skipped == []
+    one, other = ((tmp_path / name / 'tensor_stats.txt').read_text() for name in ('whole', 'part'))
+    assert one == other
+    for kind in FOLDERS[:3]:
+        picture, = (tmp_path / 'part' / kind).iterdir()
+        assert_picture(picture)
+        assert picture.read_bytes() != (tmp_path / 'whole' / kind / picture.name).read_bytes()
+    entry, = Logs(tmp_path / 'logs').entries
+    rows, mask, along = pieces.some_rows(entry, [formats.parse('mxfp8')], axis, None)
+    assert mask is None and along == axis % 2 and len(rows) == 8000 // 70 // (1 if axis else 32) * (1 if axis else 32)
+    described = pieces.describe_in_pieces(entry, None)
+    assert described == pytest.approx(statistics.describe(x), rel=1e-12)
 
 
 def test_labels_have_the_place_and_the_size_that_matplotlib_gives_them():
