@@ -76,7 +76,7 @@ def kills(rounds, seed, work):
 def file_faults(kind, rounds, seed, work):
     """Let a file call of a small run fail, or cut the power there, chosen at random.
 
-    Yield (the kind, or None if no call failed, whether the resumed run has the bits of an undisturbed one)"""
+    Yield (the kind, whether the resumed run has the bits of an undisturbed one)"""
     import faults
     import numpy as np
     import pytest
@@ -88,20 +88,26 @@ def file_faults(kind, rounds, seed, work):
     expected = faults.tensors_of(work / 'whole')
     rescue = work / 'rescue'
     rescue.mkdir()
-    for n in range(rounds):
+    n = done = 0
+    while done < rounds:
         folder = path = work / f'{kind}_{n}'
+        n, at = n + 1, int(rng.integers(1, calls + 1))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tempfile, 'tempdir', str(rescue))
-            fault = faults.Fault(patch, int(rng.integers(1, calls + 1)), cut=kind == CUT)
+            fault = faults.Fault(patch, at, cut=kind == CUT)
             try:
                 faults.train(folder)
             except (faults.PowerCut, UserError, OSError) as error:
                 saved = re.search(r'resume with -c (\S+)$', str(error))
                 path = Path(saved[1]) if saved else folder
+        if not fault.name:                      # a run makes fewer calls on a faster machine
+            calls = at - fault.left
+            continue
+        done += 1
         if kind == CUT and folder.exists():
             fault.lose(folder, rng)
         faults.train(path)
-        yield kind if fault.name else None, faults.tensors_of(rescue if path != folder else folder) == expected
+        yield kind, faults.tensors_of(rescue if path != folder else folder) == expected
         for file in rescue.iterdir():
             file.unlink()
 
@@ -115,8 +121,8 @@ def run(rounds, seed):
         with tempfile.TemporaryDirectory(prefix='pyops_faults_') as work, contextlib.redirect_stdout(io.StringIO()), \
                 contextlib.redirect_stderr(io.StringIO()):
             arguments = (rounds, seed, Path(work))
-            for found, is_equal in results(*arguments) if kind == KILL else results(kind, *arguments):
-                tried[kind] += found is not None
+            for _, is_equal in results(*arguments) if kind == KILL else results(kind, *arguments):
+                tried[kind] += 1
                 wrong[kind] += not is_equal
     with tempfile.TemporaryDirectory(prefix='pyops_faults_') as work:
         if (failed := faults.fail_allocations(Path(work))) is not None:
