@@ -5,7 +5,7 @@
     python -m bench.launches base --list                    with the launches in order
     python -m bench.launches mnist                          of a hundred steps of the digits, all in one launch
 
-The launches are those of the program, which include the log, on a device with 132 multiprocessors and compute capability 9.0.
+The program's launches are counted, the log included, on a device with 132 multiprocessors and compute capability 9.0.
 Requires `make emulated`.
 """
 import argparse
@@ -41,7 +41,7 @@ class Launch(NamedTuple):
 
 
 def launches(step, precision='fp32'):
-    """Return the Launches of a training step, in order.  step: one of STEPS;  mnist: those of many steps, see steps_of"""
+    """Return the Launches of a training step, in order.  step: one of STEPS;  mnist: of many steps, see steps_of"""
     found, output = listed([sys.executable, '-m', PROGRAM, step, '--precision', precision, '--run'])
     first, end = json.loads(output.splitlines()[-1])
     return found[first:end]

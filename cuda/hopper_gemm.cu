@@ -54,7 +54,7 @@ template <int TN> struct Ring {
 // the derivative of an activation.  The last two require a map of c.
 enum class After { nothing, activation, derivative };
 
-// Whether a product can add the sums of the rows of a: that of the gradient of a weight, whose operands are stored transposed.
+// Whether a product can add the sums of the rows of a: the product for the gradient of a weight, whose operands are stored transposed.
 template <class Element, class Out> static constexpr bool sums_rows(bool a_k, bool b_k) {
     return sizeof(Element) == 2 && std::is_same_v<Out, float> && !a_k && !b_k;
 }

@@ -1057,7 +1057,7 @@ class NDArray(Array, TorchMethods):
         return y
 
     def _replace(self, compute: Callable[[NDArray], NDArray], operands: Any = ()) -> NDArray:
-        """Replace the elements by those of compute(self)."""
+        """Replace the elements by the elements of compute(self)."""
         result = compute(self)
         check_stored(result, self)
         self[...] = result

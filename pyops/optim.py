@@ -363,7 +363,7 @@ class Optimizer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Support deepcopy and pickle for an optimizer of Tensors: the result updates the Tensors that are copied with it, such
-        as those of the model in copy.deepcopy((model, optimizer))."""
+        as the model's in copy.deepcopy((model, optimizer))."""
         if self.params is not None:
             return super().__reduce_ex__(protocol)
         settings = {name: value for name, value in vars(self).items() if name not in _OF_THIS_OPTIMIZER}
@@ -373,7 +373,7 @@ class Optimizer:
         return _restored, (type(self), settings, groups, moments, int(backend.get(self.count)[0]))
 
     def _moments_of(self, tensor: Any) -> list[Any]:
-        """Return the moments of a Tensor, in its shape: views of those of its unit."""
+        """Return the moments of a Tensor, in its shape: views of its unit's moments."""
         home: Any = getattr(tensor, 'home', None)
         for unit, moments in self._units:
             own: Any = getattr(unit, 'tensor', None)

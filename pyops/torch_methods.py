@@ -1,4 +1,4 @@
-"""The further methods of NDArray and Tensor, on those of methods.py, and the methods that change an array in place.
+"""The further methods of NDArray and Tensor, on top of methods.py, and the methods that change an array in place.
 
 Each is a short formula of other operations, so a Tensor has its gradient.  Names are numpy's, else PyTorch's.
 """
@@ -466,7 +466,7 @@ class TorchMethods(Methods):
 
     @accepts_torch_names
     def index_copy(self, axis: int, index: Numbers, source: Numbers) -> Self:
-        """Return a copy of x with the slices at `index` along an axis replaced by those of source."""
+        """Return a copy of x with the slices at `index` along an axis replaced by source."""
         y = self.copy()
         y[(slice(None),) * normal_axes(axis, self.ndim)[0] + (_index(index),)] = source
         return y
@@ -508,7 +508,7 @@ class TorchMethods(Methods):
         return self.astype(dtype)
 
     def stride(self, dim: int | None = None) -> Any:
-        """Return the strides in elements, or that of one axis."""
+        """Return the strides in elements, or one axis's stride."""
         strides = self._plain().strides
         return tuple(strides) if dim is None else strides[normal_axes(dim, self.ndim)[0]]
 
@@ -530,7 +530,7 @@ class TorchMethods(Methods):
         return self.fill_(0)
 
     def copy_(self, src: Numbers, non_blocking: bool = False) -> Self:
-        """Set the elements to those of src, broadcast and converted.  non_blocking has no effect."""
+        """Set the elements to src, broadcast and converted.  non_blocking has no effect."""
         self[...] = self._operand(src).bool() if self._plain().is_mask else src
         return self
 

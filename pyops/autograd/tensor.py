@@ -428,7 +428,7 @@ class Tensor(Recorded, TorchMethods):
         return self.copy_(random_generator(generator).integers(low, high, self.shape))
 
     def _replace(self, compute: Callable[[Tensor], Tensor], operands: tuple[Any, ...] = ()) -> Self:
-        """Replace the elements by those of compute(self)."""
+        """Replace the elements by the elements of compute(self)."""
         def recorded() -> Tensor:
             result = compute(self)
             check_stored(result, self)

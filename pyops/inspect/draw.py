@@ -369,7 +369,7 @@ def _draw_tensor(job):
 def _draw_large(job):
     """Return the _Result of a large tensor, of which no more than a piece is in memory; None for others.
 
-    Measures are those of all values; pictures show evenly spaced rows, and the page has no plots of the tensor.
+    Measures are of all values; pictures show evenly spaced rows, and the page has no plots of the tensor.
     """
     from pyops import formats
     from pyops.inspect import page, pieces
