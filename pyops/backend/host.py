@@ -64,7 +64,7 @@ class Host(Device):
 
     def new(self, shape, dtype):
         dtype, shape = np.dtype(dtype), as_shape(shape)
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = math.prod(map(int, shape)) * dtype.itemsize        # numbers of numpy would overflow
         if nbytes < LEAST or dtype.kind not in 'fiu':
             return _aligned(np.empty, nbytes, shape, dtype)
         return LARGE.empty(shape, dtype)

@@ -46,7 +46,7 @@ class Pool:
         """Return an uninitialized C-contiguous array of at least LEAST bytes.  dtype: numbers or bytes."""
         size, count = dtype.itemsize, 1
         for n in shape:
-            count *= n
+            count *= int(n)                     # n may be a number of numpy
         size = self._rounded(size * count)
         with self._lock:
             blocks = self._blocks.get(size)

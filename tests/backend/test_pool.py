@@ -34,6 +34,11 @@ def test_arrays_of_similar_sizes_share_blocks():
     assert location(floats(pool, 99_500)) == place != location(floats(pool, 50_000))
 
 
+@pytest.mark.parametrize('kind', [np.int64, np.int32, np.uint8])
+def test_a_shape_may_have_numbers_of_numpy(kind):
+    assert HOST.new((kind(200), kind(250)), 'float32').shape == (200, 250) and 200 * 250 * 4 > LEAST
+
+
 @pytest.mark.parametrize('hold', [lambda a: a[5:], lambda a: a.reshape(-1).view(np.int32), lambda a: a.T, memoryview,
                                   np.from_dlpack, lambda a: np.frombuffer(a, np.float32, 10)])
 def test_memory_is_not_reused_while_anything_refers_to_it(hold):
