@@ -1432,7 +1432,7 @@ def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *,
 def _is_mean_of_none(loss: Tensor, ids: Tensor, ignore_index: int) -> bool:
     """Return whether the kernel's loss 0 is a mean over no rows.  Not asked on a GPU, which would wait, and in plans, which
     would record the answer."""
-    if not loss.device.is_host or backend.is_recorded() or is_interpreted() or loss.array.numpy() != 0:
+    if is_interpreted() or backend.is_recorded() or not loss.device.is_host or loss.array.numpy() != 0:
         return False
     return bool((ids.numpy() == ignore_index).all())
 
