@@ -286,7 +286,7 @@ class Found:
     by_time: bool = False
 
 
-def find(path, serving=False, parameters_only=False, remedy='train first, or name one with -c'):
+def find(path, serving=False, parameters_only=False, remedy='train first, or name another checkpoint'):
     """Load the checkpoint that `-c PATH` names, or the newest intact one of the folder PATH, and return Found.  With `serving`,
     the best one of the folder is preferred, if training kept it.   parameters_only: as in `load`
     remedy: with `serving`, the end of the error message about a folder or a file without a checkpoint

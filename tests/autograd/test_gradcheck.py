@@ -48,10 +48,10 @@ def test_every_op_of_the_package_has_a_reference_and_an_example():
     array_ops, todo = [], [ArrayOp]
     while todo:
         todo += (below := todo.pop().__subclasses__())
-        # ops/double.py has kernel ops in float64: tests/autograd/test_double.py compares them with PyTorch; the op of Functions
-        # has no formula of its own
+        # ops/double.py has kernel ops in float64: tests/autograd/test_double.py compares them with PyTorch; the ops of
+        # Functions and of hooks have no formula of their own
         array_ops += [op for op in below if op.__module__.startswith('pyops.')
-                      and op.__module__ not in ('pyops.ops.double', 'pyops.autograd.function')]
+                      and op.__module__ not in ('pyops.ops.double', 'pyops.autograd.function', 'pyops.nn.module')]
     kernel_ops = [getattr(ops, name) for name in ops.__all__ if isinstance(getattr(ops, name), type)]
     assert len(array_ops) > 30 and len(kernel_ops) > 10
     assert set(array_ops + kernel_ops) == set(every_op())

@@ -337,7 +337,7 @@ def test_rounding_is_dropped_only_on_request(capsys, target, tmp_path):
 def test_a_checkpoint_that_is_missing_or_of_another_program(capsys, target, stored, tmp_path):
     needs(target)
     out = tmp_path / 'out/x.safetensors'
-    assert refused(capsys, target, tmp_path / 'none', out).startswith(f'{tmp_path / "none"}: no checkpoint to serve')
+    assert refused(capsys, target, tmp_path / 'none', out).startswith(f'{tmp_path / "none"}: no such folder; train first')
     checkpoint.save(tmp_path / 'in/x.safetensors', {'w': np.zeros(3, 'f')}, {'program': 'mnist'})
     assert refused(capsys, target, tmp_path / 'in/x.safetensors', out).endswith(
         'a checkpoint of mnist; expected one of seq2seq or transformer')

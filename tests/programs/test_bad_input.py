@@ -229,7 +229,7 @@ CASES = [
     Case('no name for a checkpoint', TRAIN, "-e 2 -c ''", "-c/--checkpoint: expected a checkpoint or a folder, got ''"),
     Case('served without a name', TRAIN, '-e 0', '-e 0 serves a checkpoint: name it, or its folder, with -c'),
     Case('served from an empty folder', TRAIN, '-e 0 -c empty',
-         'empty: has no checkpoint; train first, or name one with -c',
+         'empty: has no checkpoint; train first, or name another checkpoint',
          lambda: os.mkdir('empty')),
     Case('served from nowhere', TRANSLATE, '-c none Go.', 'none: no such folder; train first, or name .*'),
     Case('folder below a file', TRAIN, '-e 2 -c pairs.txt/ckpt -f pairs.txt',

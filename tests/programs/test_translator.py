@@ -140,9 +140,9 @@ def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch)
     """Four steps an epoch: the peak is in the second."""
     rates, step, flags = {}, Adam.step, [*TINY_TRANSFORMER, '--warmup', '7']
 
-    def noting_step(self):
+    def noting_step(self, entry=None):
         rates[int(self.count[0]) + 1] = self.rate[0]
-        step(self)
+        step(self, entry=entry)
     monkeypatch.setattr(Adam, 'step', noting_step)
     transformer_train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
     assert rates == {n: rate(0.001, 7, n) for n in range(1, 13)}
@@ -168,9 +168,9 @@ def test_a_decaying_rate_ends_with_the_last_epoch_and_an_interrupted_run_continu
     rates, step, flags = {}, Adam.step, [*tiny, '--lr', '0.001', '--schedule', schedule, '--warmup', '2']
     steps = 12 if train is transformer_train else 15
 
-    def noting_step(self):
+    def noting_step(self, entry=None):
         rates[int(self.count[0]) + 1] = self.rate[0]
-        step(self)
+        step(self, entry=entry)
     monkeypatch.setattr(Adam, 'step', noting_step)
     train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
     want = []

@@ -492,7 +492,7 @@ def test_load_refuses_other_checkpoints_and_names_damaged_ones(tmp_path):
     checkpoint.save(str(path), {'w': np.zeros(3, np.float32)}, {'program': 'mnist'})
     with pytest.raises(UserError, match='x.safetensors: a checkpoint of mnist; expected one of seq2seq or transformer$'):
         pyops.load(path)
-    with pytest.raises(UserError, match='none: no such folder; train first, or name one with -c$'):
+    with pytest.raises(UserError, match='none: no such folder; train first, or name another checkpoint$'):
         pyops.load(tmp_path / 'none')
     path.unlink()
     for epochs in '1', '2':

@@ -678,7 +678,7 @@ def test_find_a_folder_without_any(tmp_path):
 
 def test_find_for_serving_only_reads(tmp_path):
     new = tmp_path / 'new'
-    assert 'no checkpoint to serve' in error_of(checkpoint.find, new, serving=True)
+    assert error_of(checkpoint.find, new, serving=True) == f'{new}: no such folder; train first, or name another checkpoint'
     assert not new.exists()
     stale = tmp_path / '.a.safetensors.999999999.tmp'
     stale.write_bytes(b'x')

@@ -133,7 +133,7 @@ def test_a_package_of_programs_lists_them(package):
     ('pyops', ['doctor', 'train', 'plan', 'translate', 'evaluate', 'average', 'data', 'gradcheck', 'inspect', 'serve', 'replay',
                'rewind', 'bisect', 'branch', 'bench', 'exercises', 'export', 'version', 'completion']),
     ('pyops.data', ['list', 'get', 'pack']),
-    ('pyops.inspect', ['draw', 'serve', 'compare', 'products', 'runs', 'sensitivity'])])
+    ('pyops.inspect', ['draw', 'serve', 'compare', 'products', 'runs', 'export', 'sensitivity'])])
 def test_a_tool_without_a_command_lists_its_commands(program, words):
     status, out, error = run_program(program)
     assert (status, out) == (2, 'False\n') and error.startswith('usage: python -m ')
