@@ -348,6 +348,7 @@ function layout(more = {}) {
   return {
     autosize: true, margin: {l: 52, r: 14, t: 12, b: 38}, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
     font: {family: 'system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif', size: 12, color: colour('text')},
+    modebar: {bgcolor: colour('card'), color: colour('soft'), activecolor: colour('accent')},
     hoverlabel: {bgcolor: colour('card'), bordercolor: colour('line'), font: {color: colour('text')}}, showlegend: false,
     xaxis: {...axis, ...xaxis}, yaxis: {...axis, ...yaxis}, ...rest,
   };
