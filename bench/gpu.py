@@ -295,10 +295,8 @@ class Translator(NamedTuple):
 
     def flops(self, trained, rows):
         """Return the operations of the products of a step on these rows, without fillers."""
-        from bench.translation import flops_of
-        plan = trained.steps.plan(rows)
-        plan.run()                                  # the lengths of sentences are computed in it
-        return flops_of(plan)
+        from bench.translation import flops_of_step
+        return flops_of_step(trained.steps, rows)
 
     def torch_batches(self, torch, config, pairs):
         """Return batch(rows), the tensors of these rows as PyTorch's step takes them."""

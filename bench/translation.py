@@ -64,6 +64,14 @@ def flops_of(plan):
     return sum(operations(action, plan.argument) for action in plan.replayed)
 
 
+def flops_of_step(steps, rows):
+    """Return the number of operations in the products of a step on these rows, without fillers.  Runs it: its kernels count the
+    tokens."""
+    plan = steps.plan(rows)
+    plan.run()
+    return flops_of(plan)
+
+
 def job(step, describe=lambda: {}):
     """Return turn(first, last), which calls step(k) -> loss for these batches, and a function that turns its result into the
     worker's answer, with the items of describe()."""
@@ -140,7 +148,7 @@ class Contest:
             # replayed from a plan as in training; the same seed as in prepare, so the same weights
             again = dict(recompute=True) if who.endswith(RECOMPUTE) else {}
             steps = planned_steps(self.ours()[1](config, **again), pairs, lr)
-            return job(lambda k: float(steps(rows[k])[0]), lambda: dict(flops=flops_of(steps.plan(rows[0]))))
+            return job(lambda k: float(steps(rows[k])[0]), lambda: dict(flops=flops_of_step(steps, rows[0])))
         if who == 'jax':
             from bench.jax_models import Training
             with np.load(folder / 'weights.npz') as weights:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from bench import (
     table,
     train,
     translate,
+    translation,
     turns,
 )
 from bench import files as bench_files
@@ -268,6 +270,14 @@ def test_a_loss_that_is_no_number_fails_the_contest():
     assert train.differences(args, {'ours': [1.0], 'torch': [float('nan')]}).keys() == {'torch'}
     assert train.differences(args, {'ours': [1.0], 'torch': [1.05]}) == {}
     assert train.differences(args, {'ours': [1.0], 'ours-recompute': [1.0 + 1e-7]}).keys() == {'ours-recompute'}
+
+
+def test_the_operations_of_a_step_are_counted_after_a_run(monkeypatch):
+    """Before it the number of tokens is 0, and the output layer has no operations."""
+    plan = types.SimpleNamespace(runs=0)
+    plan.run = lambda: setattr(plan, 'runs', plan.runs + 1)
+    monkeypatch.setattr(translation, 'flops_of', lambda plan: 7 * plan.runs)
+    assert translation.flops_of_step(types.SimpleNamespace(plan=lambda rows: plan), [0, 1]) == 7
 
 
 # a small model with everything in which the base preset differs
