@@ -3,6 +3,7 @@ import numpy as np
 from places import put
 
 from pyops import backend
+from pyops.autograd import Tensor
 from pyops.data.batches import gather
 from pyops.differences import Row
 from pyops.params import Parameter
@@ -21,6 +22,19 @@ def close(got, expected, rtol=RTOL, name='array'):
     row = Row.of(name, got, expected, rtol)
     assert row.ok, (f'{name}: at {list(row.at)} got {row.got:.8g}, expected {row.want:.8g}: '
                     f'error {row.error:.2e}, tolerance {rtol:.0e} of the largest element')
+
+
+def alike(torch, ours, theirs, *arrays):
+    """Compare values and gradients of two functions of these arrays, PyTorch's in float64, for a random upstream gradient."""
+    mine = [Tensor(x, requires_grad=True) for x in arrays]
+    twins = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in arrays]
+    y, want = ours(*mine), theirs(*twins)
+    dy = normal(np.random.default_rng(y.size), *y.shape)
+    y.backward(dy)
+    want.backward(torch.tensor(dy, dtype=torch.float64))
+    close(y.numpy(), want.detach().numpy())
+    for one, twin in zip(mine, twins, strict=True):
+        close(one.grad.numpy(), twin.grad.numpy())
 
 
 def near(got, expected, tolerance, name='array'):

@@ -1,7 +1,7 @@
 """Layers, functions and hooks that give PyTorch's values and gradients: volumes, positions of maxima, CTC, norms of weights."""
 import numpy as np
 import pytest
-from arrays import close
+from arrays import alike, close
 
 from pyops import functional as F
 from pyops import nn
@@ -13,19 +13,6 @@ RNG = np.random.default_rng(0)
 
 def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
-
-
-def alike(torch, ours, theirs, *arrays):
-    """Compare the first results and the gradients of two functions of these arrays, for a random upstream gradient."""
-    mine = [Tensor(x, requires_grad=True) for x in arrays]
-    twins = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in arrays]
-    y, want = ours(*mine), theirs(*twins)
-    dy = normal(*y.shape)
-    y.backward(dy)
-    want.backward(torch.tensor(dy, dtype=torch.float64))
-    close(y.numpy(), want.detach().numpy())
-    for one, twin in zip(mine, twins, strict=True):
-        close(one.grad.numpy(), twin.grad.numpy())
 
 
 def layers_alike(torch, make, *shapes):

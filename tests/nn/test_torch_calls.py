@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 import pytest
-from arrays import close
+from arrays import alike, close
 from places import get, put
 
 import pyops
@@ -18,20 +18,6 @@ LABELS = np.array([2, 0, -100, 1])
 
 def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
-
-
-def alike(torch, ours, theirs, *arrays):
-    """Compare values and gradients of two functions of these arrays, for a random gradient of the result."""
-    mine = [Tensor(x, requires_grad=True) for x in arrays]
-    twins = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in arrays]
-    y, want = ours(*mine), theirs(*twins)
-    assert y.shape == tuple(want.shape)
-    dy = normal(*y.shape)
-    y.backward(dy)
-    want.backward(torch.tensor(dy, dtype=torch.float64))
-    close(y.numpy(), want.detach().numpy())
-    for one, twin in zip(mine, twins, strict=True):
-        close(one.grad.numpy(), twin.grad.numpy())
 
 
 @pytest.mark.parametrize('kind', ['CrossEntropyLoss', 'NLLLoss'])
