@@ -203,7 +203,8 @@ def test_a_contest_writes_its_curves_and_draws_them(torch, judged, pictures, tmp
         points = side['points']
         assert points[-1]['step'] == side['steps'] and points[-1]['seconds'] == side['seconds'] > 0
         for due, point in enumerate(points[:-1], 1):        # each as soon as it was due
-            assert point['seconds'] >= 0.5 * due and point['step'] < side['steps']
+            assert point['step'] < side['steps']
+            assert point['seconds'] >= 0.5 * due            # never earlier; how much later depends on the machine
         assert all(0 <= point['bleu'] <= 100 and 0 < point['loss'] < 20 for point in points)
         assert side['beam']['beam'] == 5 and side['beam']['sentences'] == 9
     assert printed.count(' min  PyTorch eager') == len(report['contestants']['torch']['points'])
