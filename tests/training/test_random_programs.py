@@ -31,7 +31,8 @@ FOUND = [11226, 600123, 610797, 26930]
 # 800319: with a loss of 4e-8 the gradient of a logit, p - 1, has no digits.
 # 904026: the decay of a parameter and its gradient cancel, and Adam divides the sum by its size.
 # 906408: two norms of two almost equal rows enlarge rounding until the loss differs by 0.006.
-FOUND_BRANCHED = [800319, 904026, 906408]
+# 17741: the same, but only the gradient differs.
+FOUND_BRANCHED = [800319, 904026, 906408, 17741]
 
 
 @pytest.mark.parametrize('seed', range(COUNT))
@@ -122,6 +123,17 @@ def test_a_wrong_loss_is_found_unless_rounding_changes_it_as_much():
         training.first = exact.loss + 0.005, training.first[1]
         found = difference_from_float64(training)
         assert found is None if expected is None else found.startswith(expected), program
+
+
+@on_the_cpu
+def test_a_wrong_gradient_is_found_unless_rounding_changes_it_as_much():
+    for seed, expected in (17741, None), (3, 'float64: the derivative in'):
+        training = Training(program_of(numbers_of(seed)))
+        training.gradient(training.batches[0])
+        loss, gradient = training.first
+        training.first = loss, 1.02 * gradient
+        found = difference_from_float64(training)
+        assert found is None if expected is None else (found or '').startswith(expected), (seed, found)
 
 
 @on_the_cpu
