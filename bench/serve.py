@@ -12,9 +12,10 @@ import http.client
 import json
 import random
 import re
+import selectors
+import socket
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -43,6 +44,7 @@ def parse(argv):
     p.add_argument('--threads', type=positive_int, metavar='N', help='of the server, and of the file mode (default: all cores)')
     p.add_argument('--compute', choices=COMPUTE_TYPES, default=COMPUTE_TYPES[0],
                    help='type of the weights, of the server and of the file mode (default %(default)s)')
+    p.add_argument('--processes', type=positive_int, metavar='N', help='of the server (default: its own)')
     p.add_argument('--json', action='store_true', help='print one JSON object and nothing else')
     p.add_argument('--save', action='store_true', help='append the figures to bench/results')
     return p.parse_args(argv)
@@ -54,7 +56,8 @@ class Server:
     def __init__(self, args):
         command = [sys.executable, '-m', 'pyops', 'serve', args.checkpoint, '--port', '0', '--quiet',
                    '--compute', args.compute]
-        command += ['--threads', str(args.threads)] * bool(args.threads)
+        for name in 'threads', 'processes':
+            command += [f'--{name}', str(getattr(args, name))] * bool(getattr(args, name))
         self.process = subprocess.Popen(command, cwd=results.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         found = re.search(r':(\d+) \(Ctrl-C', self.process.stdout.readline())
         if not found:
@@ -75,45 +78,72 @@ class Server:
         return float(re.search(rf'^{name} (\S+)$', connection.getresponse().read().decode(), re.M)[1])
 
 
-class Client(threading.Thread):
-    """Sends requests until `end`.   latencies: seconds of each;  errors: lines;  wrong: the number of wrong translations"""
+class Client:
+    """Sends a request after the answer to the previous one.  It reads just enough of HTTP for the answers of this server, since
+    it uses the cores that the server needs.
 
-    def __init__(self, number, port, args, texts, wanted, end):
-        super().__init__()
-        self._rng, self._args, self._texts, self._wanted, self._end = random.Random(number), args, texts, wanted, end
-        self._connection = http.client.HTTPConnection('127.0.0.1', port, timeout=TIMEOUT)
+    latencies: seconds of each request;  errors: lines;  wrong: the number of wrong translations
+    """
+
+    def __init__(self, number, port, args, texts, wanted):
+        self._rng, self._args, self._texts, self._wanted = random.Random(number), args, texts, wanted
+        self.socket = socket.create_connection(('127.0.0.1', port), TIMEOUT)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.latencies, self.errors, self.wrong = [], [], 0
+        self.send()
 
-    def run(self):
-        while time.perf_counter() < self._end:
-            chosen = [self._rng.randrange(len(self._texts)) for _ in range(self._args.texts)]
-            body = json.dumps({'texts': [self._texts[n] for n in chosen], 'beam': self._args.beam})
-            start = time.perf_counter()
-            try:
-                self._connection.request('POST', '/translate', body)
-                answer = self._connection.getresponse()
-                content = json.loads(answer.read())
-                if answer.status != 200:
-                    raise ValueError(f'{answer.status} {content["error"]}')
-                found = [best['text'] for best, *_ in content['translations']]
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                self.errors.append(f'{type(error).__name__}: {error}')
-                self._connection.close()
-                continue
-            self.latencies.append(time.perf_counter() - start)
-            self.wrong += found != [self._wanted[n] for n in chosen]
-        self._connection.close()
+    def send(self):
+        """Send a request."""
+        self._chosen = [self._rng.randrange(len(self._texts)) for _ in range(self._args.texts)]
+        body = json.dumps({'texts': [self._texts[n] for n in self._chosen], 'beam': self._args.beam}).encode()
+        self._answer, self._start = b'', time.perf_counter()
+        self.socket.sendall(b'POST /translate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n' % len(body) + body)
+
+    def receive(self):
+        """Receive a part of an answer.  Return whether it is complete; compare it then."""
+        part = self.socket.recv(1 << 16)
+        self._answer += part
+        head, end, body = self._answer.partition(b'\r\n\r\n')
+        found = re.search(rb'\r\ncontent-length: (\d+)', head, re.I)
+        if part and not (end and found and len(body) >= int(found[1])):
+            return False
+        if not part:
+            self.errors.append('the server closed the connection')
+        elif head[9:12] != b'200':
+            self.errors.append(f'{head[9:12].decode()} {json.loads(body)["error"]}')
+        else:
+            self.latencies.append(time.perf_counter() - self._start)
+            texts = [best['text'] for best, *_ in json.loads(body)['translations']]
+            self.wrong += texts != [self._wanted[n] for n in self._chosen]
+        return True
+
+
+def run(clients, seconds):
+    """Let clients send requests for some time.  A request that is not answered within TIMEOUT is an error."""
+    end = time.perf_counter() + seconds
+    with selectors.DefaultSelector() as selector:
+        for client in clients:
+            selector.register(client.socket, selectors.EVENT_READ, client)
+        while selector.get_map():
+            ready = [key.data for key, _ in selector.select(TIMEOUT)]
+            for client in ready or [key.data for key in selector.get_map().values()]:
+                if not ready:
+                    client.errors.append(f'no answer within {TIMEOUT} seconds')
+                elif not client.receive():
+                    continue
+                elif time.perf_counter() < end and not client.errors:
+                    client.send()
+                    continue
+                selector.unregister(client.socket)
+                client.socket.close()
 
 
 def load(args, texts, wanted):
     """Load the server.  Return the figures."""
     with Server(args) as server:
         start = time.perf_counter()
-        clients = [Client(n, server.port, args, texts, wanted, start + args.seconds) for n in range(args.clients)]
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
+        clients = [Client(n, server.port, args, texts, wanted) for n in range(args.clients)]
+        run(clients, args.seconds)
         seconds = time.perf_counter() - start
         batches = server.metric('pyops_batch_texts_count')
     latencies = [1e3 * latency for client in clients for latency in client.latencies]
@@ -149,7 +179,8 @@ def main(argv=None):
         return round(len(texts) / seconds, 1)
     before, loaded, after = file_rate(), load(args, texts, wanted), file_rate()
     figures = {'checkpoint': repr(translator), 'compute': args.compute, 'clients': args.clients, 'seconds': args.seconds,
-               'texts': args.texts, 'beam': args.beam, 'threads': backend.threads(), 'isa': backend.isa(), **loaded,
+               'texts': args.texts, 'beam': args.beam, 'threads': backend.threads(), 'isa': backend.isa(),
+               'processes': args.processes, **loaded,
                'file_texts_per_s': [before, after]}
     if args.json:
         print(json.dumps(figures))

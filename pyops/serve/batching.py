@@ -1,4 +1,4 @@
-"""The queue of the server: one thread translates the texts of all requests, in batches.
+"""The queue of the server: workers translate the texts of all requests, in batches.
 
 Texts of different requests are translated together if their settings are equal.  A batch always contains the text that has
 waited longest, and those most similar to it in length.  A text has the same translation in every batch (docs/translate.md).
@@ -12,16 +12,15 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from pyops import backend
-from pyops.serve.api import encoded
 from pyops.serve.metrics import Metrics
+from pyops.serve.workers import Worker
 from pyops.text.decoding import Search
 from pyops.text.flags import BATCH_SIZE, BEAM
-from pyops.text.translator import Translation, Translator
 
 Key = tuple[Search, bool]       # texts with the same settings can be translated together: search, alignments
 WAIT = 0.002                    # seconds that a text waits for others if the model is idle
 CAPACITY = 1024                 # texts in the queue
+_SHARED = 8                     # fewer texts are not divided among workers that wait
 
 
 class Full(Exception):
@@ -51,23 +50,25 @@ class _Item:
 
 
 class Batcher:
-    """Translates the texts of requests in one thread, which alone uses the model.
+    """Translates the texts of requests, with a thread for each worker.
 
+    workers: closed by close()
     batch_size: largest number of texts of a batch with a beam of up to 5; with a larger one fewer, so that a batch needs no
                 more memory
-    wait: seconds;  capacity: texts;  threads: of the kernels; None: all cores
+    wait: seconds;  capacity: texts
     """
 
-    def __init__(self, translator: Translator, metrics: Metrics, batch_size: int = BATCH_SIZE, wait: float = WAIT,
-                 capacity: int = CAPACITY, threads: int | None = None) -> None:
-        self._translator, self._metrics, self._threads = translator, metrics, threads
-        self._size, self._wait, self._capacity = batch_size, wait, capacity
+    def __init__(self, workers: Sequence[Worker], metrics: Metrics, batch_size: int = BATCH_SIZE, wait: float = WAIT,
+                 capacity: int = CAPACITY) -> None:
+        self._metrics, self._size, self._wait, self._capacity = metrics, batch_size, wait, capacity
         self._changed = threading.Condition()           # guards all attributes below, and the tickets
         self._groups: dict[Key, list[_Item]] = {}       # in each group the oldest first; none is empty
-        self._queued, self._closed = 0, False
+        self._queued, self._idle, self._closed = 0, 0, False
         # daemon: a second Ctrl-C does not wait for the batch
-        self._thread = threading.Thread(target=self._run, name='translator', daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, args=(worker,), name='translator', daemon=True)
+                         for worker in workers]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def queued(self) -> int:
@@ -76,8 +77,8 @@ class Batcher:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests, and its thread runs."""
-        return not self._closed and self._thread.is_alive()
+        """Whether it takes requests, and its threads run."""
+        return not self._closed and all(thread.is_alive() for thread in self._threads)
 
     def submit(self, texts: Sequence[str], search: Search, alignments: bool = False) -> Ticket:
         """Enqueue the texts of a request.   Full, Closed: none of them was enqueued"""
@@ -109,8 +110,9 @@ class Batcher:
         """Take no more requests, and return when all that were taken are done."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
-        self._thread.join()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _keep(self, key: Key, items: list[_Item]) -> None:
         """Replace a group by a part of it.  The caller holds the lock."""
@@ -119,42 +121,50 @@ class Batcher:
         if not items:
             del self._groups[key]
 
-    # ---- the thread ------------------------------------------------------------------------------------------------------
+    # ---- the threads -----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        if self._threads:
-            backend.set_threads(self._threads)              # OpenMP has a number for each thread that calls it
-        while (batch := self._next()) is not None:
-            key, items = batch
-            self._translate(key, items)
+    def _run(self, worker: Worker) -> None:
+        try:
+            while (batch := self._next()) is not None:
+                key, items = batch
+                self._translate(worker, key, items)
+        finally:
+            worker.close()
 
     def _next(self) -> tuple[Key, list[_Item]] | None:
         """Wait for the next batch.   None: closed, and the queue is empty"""
         with self._changed:
-            while True:
-                while not self._groups and not self._closed:
-                    self._changed.wait()
-                if not self._groups:
-                    return None
-                key = min(self._groups, key=lambda key: self._groups[key][0].since)
-                group, size = self._groups[key], max(1, self._size * BEAM // max(BEAM, key[0].beam))
-                left = group[0].since + self._wait - time.monotonic()
-                if len(group) >= size or left <= 0 or self._closed:
-                    break
-                self._changed.wait(left)
-            chosen = alike([len(item.text) for item in group], size)
-            items = [group[n] for n in chosen]
-            taken = set(chosen)
-            self._keep(key, [item for n, item in enumerate(group) if n not in taken])
-            return key, items
+            self._idle += 1
+            try:
+                return self._wait_for_texts()
+            finally:
+                self._idle -= 1
+                self._changed.notify()                  # another worker may take the rest
 
-    def _translate(self, key: Key, items: list[_Item]) -> None:
+    def _wait_for_texts(self) -> tuple[Key, list[_Item]] | None:
+        while True:
+            while not self._groups and not self._closed:
+                self._changed.wait()
+            if not self._groups:
+                return None
+            key = min(self._groups, key=lambda key: self._groups[key][0].since)
+            group, size = self._groups[key], max(1, self._size * BEAM // max(BEAM, key[0].beam))
+            left = group[0].since + self._wait - time.monotonic()
+            if len(group) >= size or left <= 0 or self._closed:
+                break
+            self._changed.wait(left)
+        size = min(size, max(_SHARED, -(-len(group) // self._idle)))
+        chosen = alike([len(item.text) for item in group], size)
+        items = [group[n] for n in chosen]
+        taken = set(chosen)
+        self._keep(key, [item for n, item in enumerate(group) if n not in taken])
+        return key, items
+
+    def _translate(self, worker: Worker, key: Key, items: list[_Item]) -> None:
         """Translate a batch.  If that fails, each text alone, so that only requests fail whose texts fail."""
-        (search, alignments), start, failure = key, time.monotonic(), None
+        start, failure = time.monotonic(), None
         try:
-            found = self._translator.translations([item.text for item in items], search.beam, search.nbest,
-                                                  search.length_penalty, search.max_len, len(items), alignments)
-            results = [encoded(of_text) for of_text in found]
+            found = worker([item.text for item in items], *key)
         except Exception as error:
             failure = error
         if failure is not None:
@@ -163,12 +173,12 @@ class Batcher:
                 return self._fail(items[0].ticket, failure)
             for item in items:
                 if not item.ticket.is_dropped:
-                    self._translate(key, [item])
+                    self._translate(worker, key, [item])
             return
-        self._metrics.batch(len(items), *_tokens(found), time.monotonic() - start)
+        self._metrics.batch(len(items), found.source_tokens, found.output_tokens, time.monotonic() - start)
         with self._changed:
             done = []
-            for item, result in zip(items, results, strict=True):
+            for item, result in zip(items, found.texts, strict=True):
                 ticket = item.ticket
                 ticket.results[item.index] = result
                 ticket.missing -= 1
@@ -195,7 +205,3 @@ def alike(lengths: Sequence[int], size: int) -> list[int]:
     first = min(starts, key=lambda start: lengths[order[start + size - 1]] - lengths[order[start]])
     return order[first:first + size]
 
-
-def _tokens(found: list[list[Translation]]) -> tuple[int, int]:
-    """Return the numbers of tokens of the texts, and of their best translations."""
-    return sum(len(best.source) for best, *_ in found), sum(len(best.tokens) for best, *_ in found)

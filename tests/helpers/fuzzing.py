@@ -387,9 +387,10 @@ def _applications():
     from pyops.serve.application import Application, Settings
     from pyops.serve.batching import Batcher
     from pyops.serve.metrics import Metrics
+    from pyops.serve.workers import Local
     limits = Limits(body=20_000, texts=8, characters=300)
     counters = Metrics()
-    batcher = Batcher(model(), counters, 16, wait=0.0)
+    batcher = Batcher([Local(model())], counters, 16, wait=0.0)
     settings = [Settings(limits=limits, token=token, quiet=True) for token in (None, 'token')]
     return [Application(model(), batcher, counters, each) for each in settings]
 

@@ -23,6 +23,7 @@ from pyops.serve.application import Application, Settings
 from pyops.serve.batching import Batcher
 from pyops.serve.connections import Server, Timing
 from pyops.serve.metrics import Metrics
+from pyops.serve.workers import Local
 from pyops.text import embedded
 from transformer import train
 
@@ -53,21 +54,21 @@ class Held:
     def __getattr__(self, name):
         return getattr(model(), name)
 
-    def translations(self, texts, *settings):
+    def translations(self, texts, *settings, **more):
         self.batches.append(list(texts))
         self.entered.set()
         assert self.go.wait(60)
         if self._fails(texts):
             raise RuntimeError('a bug in the model')
-        return model().translations(texts, *settings)
+        return model().translations(texts, *settings, **more)
 
 
 @contextlib.contextmanager
-def running(translator=None, queue=1024, batch_size=64, timing=None, **settings):
+def running(translator=None, queue=1024, batch_size=64, timing=None, workers=None, **settings):
     """Run a server in a thread.   Yield it, with port, batcher, application and server"""
     counters = Metrics()
     translator = translator or model()
-    batcher = Batcher(translator, counters, batch_size, capacity=queue)
+    batcher = Batcher(workers or [Local(translator)], counters, batch_size, capacity=queue)
     application = Application(translator, batcher, counters, Settings(**{'quiet': True} | settings))
     listener = listen('127.0.0.1', 0)
     server = Server(application, timing or Timing(shutdown=5), application.unread)

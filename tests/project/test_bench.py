@@ -619,8 +619,8 @@ def test_the_load_of_the_server_compares_every_answer(capsys, monkeypatch):
     assert told['texts_per_s'] > 0 and told['texts_per_batch'] >= 1 and told['compute'] == 'int8'
     assert len(told['file_texts_per_s']) == 2 and min(told['file_texts_per_s']) > 0         # before and after the load
     client = serve.Client.__init__
-    monkeypatch.setattr(serve.Client, '__init__', lambda self, number, port, args, texts, wanted, end: client(
-        self, number, port, args, texts, [*wanted[1:], 'another'], end))
+    monkeypatch.setattr(serve.Client, '__init__', lambda self, number, port, args, texts, wanted: client(
+        self, number, port, args, texts, [*wanted[1:], 'another']))
     assert serve.main(flags) == 1
     assert json.loads(capsys.readouterr().out)['wrong'] > 0
 

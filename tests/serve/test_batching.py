@@ -9,13 +9,14 @@ from server import TEXTS, Held, model, until
 from pyops import backend
 from pyops.serve.batching import Batcher, Closed, Full, alike
 from pyops.serve.metrics import Metrics
+from pyops.serve.workers import Local
 
 
 @pytest.fixture
 def held():
     """A model that is held by the text 'first', and its batcher."""
     held = Held()
-    batcher = Batcher(held, Metrics(), batch_size=8, capacity=20)
+    batcher = Batcher([Local(held)], Metrics(), batch_size=8, capacity=20)
     batcher.first = batcher.submit(['first'], model().search())
     assert held.entered.wait(30)
     yield held, batcher
@@ -104,7 +105,7 @@ def test_the_texts_of_a_request_that_was_dropped_are_not_translated(held):
 def test_a_text_on_which_the_model_fails_fails_its_request_alone(capsys):
     held = Held(fails=lambda texts: 'bad' in texts)
     held.go.set()
-    batcher = Batcher(held, Metrics(), wait=0.2)
+    batcher = Batcher([Local(held)], Metrics(), wait=0.2)
     tickets = [batcher.submit(texts, model().search()) for texts in (TEXTS[:2], ['bad', TEXTS[2], 'bad'], TEXTS[3:4])]
     assert texts_of(tickets[0]) == model().translate(TEXTS[:2]) and texts_of(tickets[2]) == model().translate(TEXTS[3:4])
     assert isinstance(tickets[1].future.exception(60), RuntimeError)
@@ -134,7 +135,7 @@ def test_the_number_of_threads_is_that_of_the_thread_which_translates():
     seen = []
     held = Held(fails=lambda texts: seen.append(backend.threads()))
     held.go.set()
-    batcher = Batcher(held, Metrics(), threads=backend.threads() + 2)
+    batcher = Batcher([Local(held, backend.threads() + 2)], Metrics())
     batcher.submit(['Go.'], model().search()).future.result(60)
     batcher.close()
     assert seen == [backend.threads() + 2]
