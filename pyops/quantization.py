@@ -185,6 +185,9 @@ def have_same_transform(one, other):
 def _check_transforms(chosen):
     """UserError if the rounded operands of a product have different Hadamard transforms, which would not cancel in hardware.
     chosen: {operand: Format or None}"""
+    rounded = {id(fmt): fmt for fmt in chosen.values() if fmt}          # few: a term gives its operands the same one
+    if len({(fmt.option('hadamard'), fmt.option('signs')) for fmt in rounded.values()}) < 2:
+        return
     for product in _PRODUCTS:
         found = [(operand, chosen[operand]) for operand in SELECTORS[product] if chosen.get(operand)]
         for one, other in zip(found, found[1:], strict=False):

@@ -110,10 +110,8 @@ def run_again(fuzzing, path):
         raise UserError(f'--again {path}: expected a file that {PROGRAM} has saved, with the name of a reader before the -')
     target, data = fuzzing.TARGETS[name], path.read_bytes()
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / f'checkpoint_20260101_000000_1{target.suffix}'
-        copy.write_bytes(data)
         try:
-            target.run(data if target.in_memory else copy)
+            target.run(target.given(data, folder))
         except target.errors as error:
             fuzzing.check_line(error)
             print(f'refused : {error}')
@@ -163,7 +161,7 @@ def in_process(fuzzing, name, seed, folder, last, send, is_over):
             kinds[found.kind] += 1
             if kinds[found.kind] == 1:
                 short = fuzzing.shortened(data, lambda part, kind=found.kind: getattr(
-                    fuzzing.outcome(fuzzing.TARGETS[name], part, folder), 'kind', None) == kind)
+                    fuzzing.outcome(fuzzing.TARGETS[name], part), 'kind', None) == kind)
                 print(f'{name} : {found.text}; the input is {save(name, short)}', flush=True)
         elif found:
             refused += 1

@@ -6,7 +6,9 @@ itself unpickles nothing: a damaged dtype ends its process.
 """
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -75,6 +77,16 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module, name]()
 
 
+def _check_numbers(content: bytes) -> None:
+    """UnpicklingError if a pickle gives an object a number beyond their count: Python takes memory for all numbers up to it.
+
+    Also ValueError if an object is longer than the file.
+    """
+    for count, (opcode, number, _) in enumerate(pickletools.genops(content)):
+        if number is not None and opcode.name in ('PUT', 'BINPUT', 'LONG_BINPUT') and number > count:
+            raise pickle.UnpicklingError(f'it gives object {count} the number {number}')
+
+
 def read_binary(path: PathLike) -> tuple[np.ndarray, np.ndarray]:
     """Return images (N, 3072) and labels (N,), uint8, of a file of the binary version."""
     data = np.fromfile(path, np.uint8)
@@ -87,8 +99,9 @@ def read_binary(path: PathLike) -> tuple[np.ndarray, np.ndarray]:
 def read_pickled(path: PathLike) -> tuple[np.ndarray, np.ndarray]:
     """Return images (N, 3072) and labels (N,), uint8, of a file of the version for Python."""
     try:
-        with open(path, 'rb') as file:
-            found = _Unpickler(file, encoding='bytes').load()
+        content = Path(path).read_bytes()
+        _check_numbers(content)
+        found = _Unpickler(io.BytesIO(content), encoding='bytes').load()
         values = {name.decode() if isinstance(name, bytes) else name: value for name, value in found.items()}
         images, labels = (np.asarray(one.value if isinstance(one, _Array) else one)
                           for one in (values['data'], values['labels']))

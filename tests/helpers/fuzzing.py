@@ -21,6 +21,7 @@ import pickle
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import traceback
@@ -83,13 +84,40 @@ SPACE = 4 << 30             # bytes of address space for it: an allocation of mo
 
 class Target(NamedTuple):
     """seeds(folder) returns valid inputs; it may write in the folder.   mutate(rng, data) returns another input
-    run(path) reads the input in a file, in a folder of its own; run(data) if in_memory;  errors: documented for bad input"""
+    run(path) reads the input in a file, in a folder of its own; run(data) if in_memory;  errors: documented for bad input
+    is_folder: an input is the files of a folder (mutators.folder_bytes), and path is the folder"""
     seeds: Callable[[Path], list[bytes]]
     mutate: Callable[[random.Random, bytes], bytes]
     run: Callable[[Path], object] | Callable[[bytes], object]
     errors: tuple[type[BaseException], ...] = (UserError,)
     suffix: str = ''
     in_memory: bool = False
+    is_folder: bool = False
+
+    def given(self, data, folder):
+        """Return what `run` takes: the input, or where its files are now.   folder: an empty one, as a text"""
+        if self.in_memory:
+            return data
+        if self.is_folder:
+            for name, content in folder_files(data).items():
+                _write(f'{folder}/{name}', content)
+            return _path(folder)
+        _write(path := f'{folder}/checkpoint_20260101_000000_1{self.suffix}', data)
+        return _path(path)
+
+
+_path = functools.lru_cache(32)(Path)       # the same ones for all inputs
+_TIMES = itertools.count(10**18)            # nanoseconds
+
+
+def _write(path, data):
+    stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(stream, data)
+        # Long ago, and never twice at the same time: a reader that reads a header once for all tensors of a file keeps it.
+        os.utime(stream, ns=2 * (next(_TIMES),))
+    finally:
+        os.close(stream)
 
 
 # ---- targets ------------------------------------------------------------------------------------------------------------
@@ -114,7 +142,7 @@ def _checkpoints(folder):
 
 def _sign(header, rest):
     """Make the checksums of a checkpoint right."""
-    metadata, tensors = header['__metadata__'], {}
+    metadata, tensors = header['__metadata__'].copy(), {}       # the mutators keep the one of the input
     for key, tensor in header.items():
         if key != '__metadata__':
             first, end = tensor['data_offsets']             # numpy.ndarray(buffer=..., offset=...) takes a negative offset
@@ -122,6 +150,7 @@ def _sign(header, rest):
     text = metadata['state'] + metadata.get('name', '')
     metadata['sha256'] = checkpoint._digest(tensors, text)
     metadata['parameters_sha256'] = checkpoint._digest(checkpoint._parameters(tensors), text)
+    header['__metadata__'] = metadata
 
 
 def _run_checkpoint(path):
@@ -187,17 +216,6 @@ def _packed_folders(folder):
              str(text) if tokenizer == 'bpe' else None)
         found.append(_folders(folder / tokenizer))
     return found
-
-
-def _in_its_folder(run):
-    """Return a reader of an input that is a folder of files."""
-    def run_files(path):
-        data = path.read_bytes()
-        path.unlink()
-        for name, content in folder_files(data).items():
-            (path.parent / name).write_bytes(content)
-        run(path.parent)
-    return run_files
 
 
 def _run_packed(folder):
@@ -328,7 +346,7 @@ def _run_header(data):
 def _headers(folder):
     """The header, a few prototypes at a time: a whole one would take most of the time."""
     text = (ROOT / 'csrc' / 'pyops.h').read_bytes()
-    return [text[start:start + 3000] for start in range(0, len(text), 6000)]
+    return [text[start:start + 1000] for start in range(0, len(text), 4000)]
 
 
 RECIPES = ('mxfp8', 'fwd=mxfp8,dgrad.g=hifp8,attention=mxfp4:scale=even', 'fwd=mxfp4,wgrad=none@encoder.*,output;all=e4m3@*',
@@ -515,14 +533,14 @@ TARGETS = {
     'idx': Target(_idx_files, any_of(unpacked(words())), _run_idx),
     'corpus': Target(_corpora, any_of(unpacked(words('\t', '\n', '.')), in_zip(words('\t', '\n'))), _run_corpus),
     'packed': Target(_packed_folders, any_of(in_folder({'.json': changed_json, '.npy': any_of(changed_npy)})),
-                     _in_its_folder(_run_packed)),
+                     _run_packed, is_folder=True),
     'safetensors': Target(_saved_safetensors, any_of(changed_safetensors), _run_saved, (Refused, OSError), '.safetensors'),
     'npy': Target(_saved_npy, any_of(changed_npy), _run_saved, (Refused, OSError), '.npy'),
     'pt': Target(_saved_pt, any_of(in_zip(changed_pickle), changed_pickle), _run_saved, (Refused, OSError), '.pt'),
     'manifest': Target(lambda folder: [_folders(GOLDEN / 'dump_1')],
                        any_of(in_folder({'.jsonl': any_of(changed_lines), '': any_of(changed_safetensors)})),
-                       _in_its_folder(_run_logs)),
-    'steps': Target(_step_logs, any_of(in_folder({'.jsonl': any_of(changed_lines), '': any_of()})), _in_its_folder(_run_steps)),
+                       _run_logs, is_folder=True),
+    'steps': Target(_step_logs, any_of(in_folder({'.jsonl': any_of(changed_lines), '': any_of()})), _run_steps, is_folder=True),
     'action': Target(lambda folder: [(GOLDEN / 'action_1.safetensors').read_bytes()],
                      any_of(functools.partial(changed_safetensors, texts=('call',))), action_file.load),
     'header': Target(_headers, any_of(words('PYOPS_API', 'const', 'pyops_real', 'void', 'float', '*', '(', ');', '/*', '*/')),
@@ -536,7 +554,7 @@ TARGETS = {
                      any_of(in_folder({'.json': any_of(changed_json), '.safetensors': any_of(changed_safetensors),
                                        '.npz': in_zip(changed_npy, words('type', ': ', '[', '*a', '&a')),
                                        '.yml': words('"', ': ', '[', '*a', '&a', '\n'), '': any_of()})),
-                     _in_its_folder(run_marian)),
+                     run_marian, is_folder=True),
     'cifar': Target(cifar_files, any_of(changed_pickle), run_cifar),
     'test_set': Target(lambda folder: [*_corpora(folder), TEST_SET, gzip.compress(TEST_SET, mtime=0)],
                        any_of(unpacked(words('\t', '\n', 'eng', 'fra')), in_zip(words('\t', '\n'))), run_test_set),
@@ -570,19 +588,26 @@ def check_line(error):
 
 
 @contextlib.contextmanager
-def limits():
-    """Inside the block, an input that takes too long raises Hang, and one that takes too much memory MemoryError."""
+def limits(folder):
+    """Inside the block, an input that takes too long raises Hang, and one that takes too much memory MemoryError.
+
+    folder: a path; inputs run in a new folder there, the current one inside the block
+    """
     def stop(*_):
         raise Hang(f'longer than {SECONDS} seconds')
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
-    before = {number: signal.signal(number, stop) for number in _TIMERS}
+    before, home = {number: signal.signal(number, stop) for number in _TIMERS}, os.getcwd()
+    os.makedirs(place := os.path.join(folder, 'input'))
+    os.chdir(place)
     resource.setrlimit(resource.RLIMIT_AS, (used + SPACE, hard))
     measure_memory()
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        os.chdir(home)
+        shutil.rmtree(place)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -600,16 +625,12 @@ def _largest_memory():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def outcome(target, data, folder):
-    """Run an input.   Return None if the reader returned, the name of its error, or a Failure."""
-    place, home = os.path.join(folder, 'input'), os.getcwd()
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(place)             # stays: on some file systems it takes long to remove a folder
-    os.chdir(place)
+def outcome(target, data):
+    """Run an input inside limits().   Return None if the reader returned, the name of its error, or a Failure."""
     outputs, sys.stdout = (sys.stdout, sys.stderr), io.StringIO()
     sys.stderr = sys.stdout
     try:
-        given = data if target.in_memory else _file(os.path.join(place, f'checkpoint_20260101_000000_1{target.suffix}'), data)
+        given = target.given(data, os.getcwd())
         try:
             for timer, seconds in _TIMERS.values():
                 signal.setitimer(timer, seconds)
@@ -629,29 +650,13 @@ def outcome(target, data, folder):
             found = _failure(error)
     finally:
         sys.stdout, sys.stderr = outputs
-        for name in os.listdir(place):
-            os.unlink(os.path.join(place, name))
-        os.chdir(home)
+        for name in os.listdir():
+            os.unlink(name)
     if (used := _largest_memory()) > _most:
         used -= _most - MEMORY
         measure_memory()
         return found if isinstance(found, Failure) else Failure('memory', f'{used >> 20} MiB of memory')
     return found
-
-
-_TIMES = itertools.count(10**18)            # nanoseconds
-
-
-def _file(path, data):
-    """Write a file.   Return its pathlib.Path"""
-    stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.write(stream, data)
-        # Long ago, and never twice at the same time: a reader that reads a header once for all tensors of a file keeps it.
-        os.utime(stream, ns=2 * (next(_TIMES),))
-    finally:
-        os.close(stream)
-    return Path(path)
 
 
 def _failure(error):
@@ -665,6 +670,7 @@ def _failure(error):
 BLOCK = 1000                # inputs after which the memory is measured again
 _REPEATED = 100             # draws without an input that is new; then one is run again
 _NOTED = 1 << 20            # inputs that are compared with the next ones
+_CHANGES = 4, 16, 32        # new inputs in a row that are changes of the same one: mutators keep its parts
 
 
 def fuzz(name, seed, folder, before=lambda data: None, corpus=None):
@@ -682,11 +688,11 @@ def fuzz(name, seed, folder, before=lambda data: None, corpus=None):
     def run(data):
         """Return the outcome of an input, and whether it reaches a new line."""
         before(data)
-        found = outcome(target, data, folder)
+        found = outcome(target, data)
         return found, PROBES.has_new()
     PROBES.install()
     try:
-        with limits():
+        with limits(folder):
             for number, data in enumerate(pool):
                 found, _ = run(data)
                 assert found is None or name == 'command', f'input {number} of {name} is not valid: {found}'
@@ -700,10 +706,13 @@ def fuzz(name, seed, folder, before=lambda data: None, corpus=None):
                 elif is_new:
                     corpus.append(data)
             pool += corpus
-            number = 0
+            number = left = 0
             while True:
-                for _ in range(_REPEATED):
-                    data = rng.choice(pool)
+                if not left:
+                    one, left = rng.choice(pool), rng.choice(_CHANGES)
+                left -= 1
+                for repeated in range(_REPEATED):
+                    data = rng.choice(pool) if repeated else one
                     for _ in range(rng.choice((1, 1, 2, 4))):
                         data = target.mutate(rng, data)[:LARGEST]
                     if hash(data) not in noted:

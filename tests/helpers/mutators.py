@@ -98,7 +98,7 @@ def words(*dictionary):
 # ---- JSON ---------------------------------------------------------------------------------------------------------------
 
 def changed_value(rng, value):
-    """Return a JSON value with one change at a random place."""
+    """Return a JSON value with one change at a random place.  The value itself stays as it is."""
     place, path = value, []
     while isinstance(place, (dict, list)) and place and rng.random() < 0.85:
         path.append(rng.choice(list(place) if isinstance(place, dict) else range(len(place))))
@@ -106,9 +106,9 @@ def changed_value(rng, value):
     if not path:
         return rng.choice(VALUES)
     *before, last = path
-    parent = value = json.loads(json.dumps(value))
+    parent = value = value.copy()               # of the others, only those on the way are copied
     for key in before:
-        parent = parent[key]
+        parent[key] = parent = parent[key].copy()
     kind = rng.randrange(7)
     if kind == 0:
         del parent[last]
@@ -127,8 +127,11 @@ def changed_value(rng, value):
     return value
 
 
+_loaded = _cached(json.loads)
+
+
 def changed_json(rng, data):
-    return json.dumps(changed_value(rng, json.loads(data))).encode()
+    return json.dumps(changed_value(rng, _loaded(data))).encode()
 
 
 def changed_lines(rng, data):
@@ -153,7 +156,7 @@ def changed_lines(rng, data):
 def safetensors_parts(data):
     """Return the header of a safetensors file and the bytes after it."""
     end = 8 + int.from_bytes(data[:8], 'little')
-    return json.loads(data[8:end]), data[end:]
+    return _loaded(data[8:end]).copy(), data[end:]
 
 
 def safetensors_file(header, rest):
@@ -170,7 +173,7 @@ def changed_safetensors(rng, data, sign=lambda header, rest: None, texts=()):
     known = [name for name in texts if name in metadata]
     if kind < 3 and known:
         name = rng.choice(known)
-        metadata[name] = changed_json(rng, metadata[name]).decode()
+        header['__metadata__'] = metadata | {name: changed_json(rng, metadata[name]).decode()}
     elif kind == 3:
         rest = changed_bytes(rng, rest)
     elif kind == 4:

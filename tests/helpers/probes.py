@@ -20,6 +20,7 @@ class Probes:
         self._reached, self._known = bytearray(), bytearray()      # a byte for each statement: whether it has run
         self._first = {}            # file -> (number of its first statement, number after its last)
         self._full = {}             # file -> its code with all probes, of _compiled
+        self._thinned = {}          # file -> (how many of its statements had run, its code without their probes)
         self._original = {}         # key of a function -> its code without probes
 
     def prepare(self):
@@ -30,6 +31,7 @@ class Probes:
     def install(self):
         """Give a probe to each statement of the loaded functions.  None has run yet."""
         self.prepare()
+        self._thinned.clear()
         self._reached[:] = self._known[:] = bytes(len(self._reached))
         self._replace(self._full)
 
@@ -43,10 +45,10 @@ class Probes:
     def thin(self):
         """Remove the probes of statements that have run, and give probes to functions that were imported since."""
         self.prepare()
-        codes = {}
         for file, (first, end) in self._first.items():
-            codes[file] = self._compiled(file) if any(self._reached[first:end]) else self._full[file]
-        self._replace(codes)
+            if (reached := sum(self._reached[first:end])) != self._thinned.get(file, (0,))[0]:
+                self._thinned[file] = reached, self._compiled(file)
+        self._replace(self._full | {file: codes for file, (_, codes) in self._thinned.items()})
 
     def remove(self):
         """Give back all functions their code."""

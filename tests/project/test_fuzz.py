@@ -44,8 +44,8 @@ def test_an_input_that_once_showed_a_defect(path, tmp_path):
     name = path.name.partition('-')[0]
     _require(name)
     TARGETS[name].seeds(tmp_path)               # a reader may need what makes its valid inputs
-    with limits():
-        assert not isinstance(result := outcome(TARGETS[name], path.read_bytes(), tmp_path), Failure), result
+    with limits(tmp_path):
+        assert not isinstance(result := outcome(TARGETS[name], path.read_bytes()), Failure), result
 
 
 def reader(run):
@@ -81,10 +81,10 @@ def test_a_reader_that_does_not_survive_is_found(run, kind, tmp_path, monkeypatc
     if kind == 'Hang':
         monkeypatch.setattr(fuzzing, '_TIMERS', {number: (timer, 0.3) for number, (timer, _) in fuzzing._TIMERS.items()})
     target = reader(run)._replace(errors=(Refused,))
-    with limits():
-        failure = outcome(target, b'seed', tmp_path)
+    with limits(tmp_path):
+        failure = outcome(target, b'seed')
         assert isinstance(failure, Failure) and failure.kind.startswith(kind), failure
-        assert outcome(reader(lambda path: path.read_bytes()), b'seed', tmp_path) is None
+        assert outcome(reader(lambda path: path.read_bytes()), b'seed') is None
 
 
 def test_the_search_reaches_lines_behind_several_conditions(tmp_path, monkeypatch):
