@@ -139,7 +139,7 @@ void pyops_compact_round(const pyops_compact *c, int64_t from, int64_t to) {
 #define PART PYOPS_TUNED(compact_part, 192, 1, 384, 1)
 
 size_t pyops_compact_scratch(const pyops_compact *c) {
-    return c->format == PYOPS_COMPACT_INT8 ? EDGE * GROUP : pyops_product_scratch(c->k);
+    return c->format == PYOPS_COMPACT_INT8 ? (size_t)(EDGE * GROUP) : pyops_product_scratch(c->k);
 }
 
 void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_t first, int64_t rows, int64_t from, int64_t n,
