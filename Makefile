@@ -278,6 +278,7 @@ TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16 compact) $(patsubst
 
 # The tests of ops and kernels on the CPU, without those that train models.
 COVERED := $(filter-out %mutants.py %quantization.py,$(wildcard tests/ops/test_*.py)) tests/training/test_optim.py \
+           tests/autograd/test_double.py \
            $(patsubst %,tests/backend/test_%.py,arguments kernels strided formats scaled_formats hadamard ndarray recorded)
 
 C_FILES = $(shell find csrc cuda bench -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
@@ -360,7 +361,8 @@ coverage: .venv/test-ready ## count the lines and branches of csrc/ that the tes
 	rm -f build/coverage/*.gcda build/coverage/kernels/*.gcda
 	$(MAKE) cpu BUILD=build/coverage LIBRARY=build/coverage/libpyops.so \
 	    EXTRA_CFLAGS='-O0 -Dalways_inline=unused -DPYOPS_WITHOUT_EXACT=1 --coverage -fprofile-update=atomic'
-	PYOPS_ISA=avx2 PYOPS_LIBRARY=build/coverage/libpyops.so $(PYTEST) -p no:cacheprovider $(COVERED) -k 'not torch and not only_the_abi'
+	PYOPS_ISA=avx2 PYOPS_LIBRARY=build/coverage/libpyops.so $(PYTEST) -p no:cacheprovider $(COVERED) \
+	    -k '(not torch or test_double) and not only_the_abi'
 	.venv/bin/python -m scripts.coverage build/coverage $(if $(filter file,$(origin COVERED)),--check) $(FIGURES)
 
 SECONDS ?= 60

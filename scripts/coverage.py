@@ -18,11 +18,13 @@ from scripts.generated import text as page_text
 from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.coverage'
+NO_MEMORY = 'without memory: `tests/training/test_faults.py` lets each allocation fail'
 # Branches that the op table does not take: their files, a part of their line (both regular expressions), and the reason.
 REASONS = [
     ('', r'pyops_scratch|failed|NO_MEMORY|no_memory|if \(!?(scratch|spare|parts|work|packed)\b|&& (scratch|parts|spare)\b'
      r'|TRY\(|REQUIRE\(status|!status|if \(status|: PYOPS_OK;|if \(filled',        # of a kernel that another one calls
-     'without memory: `tests/training/test_faults.py` lets each allocation fail'),
+     NO_MEMORY),
+    ('strided_double.c', r'^PYOPS_FOR\(r, R, R \* C > PYOPS_SHARE_EXPS', NO_MEMORY),     # the statement of the macro
     ('dispatch.c|kernels/kernels.inc', '',
      'other instruction sets, and settings of a process: `tests/backend/test_kernels.py` and `test_exact.py` start processes'),
     ('kernels/', r'^(else )?switch |\bROWS\(1\)|^ROUND$',
@@ -31,6 +33,9 @@ REASONS = [
      r'|memcpy\(to, &pairs|last == VL|&rows\[VL - 1\]',
      'tiles and vectors of other instruction sets'),
     ('linear_argmax.c', r'compare_exchange', 'two threads that change a number in the same moment'),
+    ('gemm.c', r'^PYOPS_FOR\(i, products, threads > 1',
+     'a loop is compiled twice; the one of several threads has no `dots` or `whole`'),
+    ('linear_cross_entropy.c', r'D \* V <= AHEAD', 'a large weight and many rows: `make buggify` draws both bounds'),
     ('gemm.c', r'^if \(!K\) bias_only', 'a packed product of no terms without a bias: no caller has one'),
     ('', r'^(#pragma|_Pragma\("?) *omp', 'made by the compiler: how the threads of OpenMP divide a loop'),
 ]

@@ -33,6 +33,7 @@ CALLS = {
     'conv2d-same': (lambda F, x, w: F.conv2d(x, w, padding='same'), draw(2, 3, 5, 6), draw(2, 3, 2, 3)),
     'conv2d-depthwise': (lambda F, x, w: F.conv2d(x, w, groups=3, padding=1), draw(2, 3, 4, 5), draw(6, 1, 3, 3)),
     'conv2d-beyond': (lambda F, x, w: F.conv2d(x, w, padding=4), draw(1, 1, 2, 3), draw(1, 1, 3, 3)),
+    'conv2d-narrow': (lambda F, x, w: F.conv2d(x, w, padding=(0, 1)), draw(2, 3, 4, 1), draw(2, 3, 2, 3)),
     'conv2d-image': (lambda F, x, w, b: F.conv2d(x, w, b, padding=1), draw(3, 6, 5), draw(4, 3, 3, 3), draw(4)),
     'conv2d-views': (lambda F, x, w: F.conv2d(x.permute(0, 3, 1, 2), w.transpose(0, 1)), draw(2, 5, 6, 3), draw(3, 4, 2, 2)),
     'conv1d': (lambda F, x, w, b: F.conv1d(x, w, b, 2, 1), draw(2, 3, 9), draw(4, 3, 3), draw(4)),

@@ -415,7 +415,7 @@ def test_a_linear_pair_refuses_negative_sizes(kernel, arrays, more):
         launch(kernel, *[x] * arrays, 2, -1, 2, 2, 2, 2, *more)
 
 
-@pytest.mark.parametrize('R,C', [(1, 1), (5, 7), (33, 1001)])
+@pytest.mark.parametrize('R,C', [(1, 1), (5, 7), (33, 1001), (701, 400)])
 def test_argmax_takes_the_first_of_equals_and_nan_as_largest(R, C):
     x = np.random.default_rng(7).integers(0, 9, (R, C)).astype('f')         # many ties
     x[R // 2, C // 2] = np.nan
@@ -686,7 +686,23 @@ def test_gather_rows_of_each_step(T, N, R, C):
     assert np.array_equal(y, x[:, rows])
 
 
-@pytest.mark.parametrize('N,R,C', [(3, 2, 4), (1, 1, 1), (50, 33, 7), (4, 0, 8), (300, 300, 1)])
+@pytest.mark.parametrize('R,P', [(63, 1), (1, 63), (3, 41)])
+def test_the_variance_of_equal_numbers_is_not_below_0_by_rounding(R, P):
+    """A negative one would give NaN, for eps is smaller than its rounding."""
+    C = 100
+    x = np.broadcast_to(np.random.default_rng(8).standard_normal((C, 1)).astype('f'), (R, C, P)).copy()
+    y, ones, zeros = np.empty_like(x), np.ones(C, 'f'), np.zeros(C, 'f')
+    mean, rstd, running_mean, running_var = (np.full(C, np.nan, 'f') for _ in range(4))
+    running_mean[...] = running_var[...] = 0
+    launch('batch_norm_forward', y, running_mean, running_var, mean, rstd, x, ones, zeros, R, C, P, 1e-30, 1.0, 1)
+    assert (running_var >= 0).all() and (rstd > 0).all() and np.isfinite(rstd).all() and np.isfinite(y).all()
+    if P > 1:
+        n, y, mean, rstd = P, np.empty((R * C, P), 'f'), np.empty(R * C, 'f'), np.empty(R * C, 'f')
+        launch('layer_norm_forward', y, mean, rstd, x.reshape(-1, P), np.ones(n, 'f'), np.zeros(n, 'f'), R * C, n, 1e-30)
+        assert (rstd > 0).all() and np.isfinite(rstd).all() and np.isfinite(y).all()
+
+
+@pytest.mark.parametrize('N,R,C', [(3, 2, 4), (1, 1, 1), (50, 33, 7), (4, 0, 8), (300, 300, 1), (900, 700, 400)])
 def test_scatter_rows_writes_the_rows_and_nothing_else(N, R, C):
     rng = np.random.default_rng(N + R)
     x, rows = rng.standard_normal((R, C)).astype('f'), rng.permutation(N)[:R].astype(np.int32)

@@ -208,12 +208,13 @@ def test_scales_are_those_of_the_hardware():
             assert same(np.asarray(get(fake_quantize(put(values), name))), values)
 
 
+@pytest.mark.parametrize('name', ['mxfp8', 'mxint8'])
 @pytest.mark.parametrize('rounding', ['rne', 'away', 'floor'])
-def test_a_flushed_block_of_two_dimensions_is_0_and_the_others_stay(rounding):
+def test_a_flushed_block_of_two_dimensions_is_0_and_the_others_stay(rounding, name):
     x = matrix(8, 64, special=False)
     x[:2, 32:] *= F32(2.0 ** -140)
     assert 0 < np.abs(x[:2, 32:]).max() < 2.0 ** -126
-    got, kept = (np.asarray(get(fake_quantize(put(x), f'mxfp8:block=2x32:round={rounding}{flush}')))
+    got, kept = (np.asarray(get(fake_quantize(put(x), f'{name}:block=2x32:round={rounding}{flush}')))
                  for flush in (':flush_subnormal_blocks', ''))
     assert kept[:2, 32:].any() and not got[:2, 32:].any()
     kept[:2, 32:] = 0

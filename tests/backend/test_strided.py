@@ -557,6 +557,16 @@ def test_batched_products_equal_single_ones_bit_for_bit(batch_a, batch_b, M, K, 
             same(c, want)
 
 
+def test_products_of_a_row_and_a_column_with_gaps_have_the_bits_of_one():
+    rng = np.random.default_rng(17)
+    a, b = rng.standard_normal((9, 1, 21)).astype('f'), rng.standard_normal((9, 21, 3)).astype('f')[..., 1:2]
+    c, want = np.empty((9, 1, 1), 'f'), np.empty((9, 1, 1), 'f')
+    batched(c, a, b, 0)
+    for one, row, column in zip(want, a, b, strict=True):
+        gemm(one, row, column)
+    same(c, want)
+
+
 def test_batched_products_leave_what_is_between_their_results():
     """One b for all, and rows of a without gaps, but results with gaps: no taller matrix."""
     rng = np.random.default_rng(16)
@@ -610,7 +620,8 @@ def test_products_of_float64_give_the_same_bits_for_any_number_of_threads():
 def test_batched_products_give_the_same_bits_for_any_number_of_threads():
     rng = np.random.default_rng(12)
     before = backend.threads()
-    for shape_a, shape_b in (((300, 40, 50), (300, 50, 30)), ((2, 300, 200), (2, 200, 300)), ((60, 100, 64), (64, 70))):
+    for shape_a, shape_b in (((300, 40, 50), (300, 50, 30)), ((2, 300, 200), (2, 200, 300)), ((60, 100, 64), (64, 70)),
+                             ((20_000, 20, 5), (20_000, 5, 5))):
         a, b = rng.standard_normal(shape_a).astype('f'), rng.standard_normal(shape_b).astype('f')
         results = []
         try:

@@ -227,8 +227,8 @@ def test_a_nan_logit_is_seen_in_the_loss():
 
 
 @pytest.mark.parametrize('row', [LinearCrossEntropyRow(), SmoothedLinearCrossEntropyRow()], ids=lambda row: row.name)
-def test_evaluation_gives_the_loss_without_smoothing_and_forms_no_gradients(row):
-    size = (3, 60, 40, 150)
+@pytest.mark.parametrize('size', [(3, 60, 40, 150), (5, 60, 8, 20)], ids=['one block', 'two blocks'])
+def test_evaluation_gives_the_loss_without_smoothing_and_forms_no_gradients(row, size):
     run, plain = Run(row, size), Run(LinearCrossEntropyRow(), size)
     loss, ctx = run.op.forward(*run.placed.values(), gradients=False)
     assert get(loss)[0] == plain.y[0] and ctx.dx is None and ctx.dweight is None

@@ -326,6 +326,24 @@ def test_the_table_of_an_embedding_gru_has_its_gradient_for_any_number_of_tokens
     close(dbias, wide.sum(0), 1e-5, 'dbias')
 
 
+@of_threads
+def test_the_table_of_few_tokens_has_the_same_gradients_for_any_number_of_threads():
+    """A product is large because of its columns and terms, and has too few rows to share."""
+    rng, T, B, V, E, O = np.random.default_rng(2), 3, 2, 6, 1200, 1200
+    ids, found, before = np.arange(T * B, dtype=np.int32), [], backend.threads()
+    dy, table, weight, sizes = normal(rng, T * B, O), normal(rng, V, E), normal(rng, O, E), (T, B, 0, V, E, 0, O)
+    try:
+        for threads in (1, 2, 3):
+            backend.set_threads(threads)
+            dtable, dweight, dbias = (put(np.zeros(shape, np.float32)) for shape in ((V, E), (O, E), (O,)))
+            backend.launch('embedding_linear_backward', dtable, None, None, dweight, dbias, *map(put, (dy, table, ids)), None,
+                           None, put(weight), backend.work('embedding_linear_backward', *sizes), *sizes, O, 0)
+            found.append([get(one).tobytes() for one in (dtable, dweight, dbias)])
+    finally:
+        backend.set_threads(before)
+    assert found[1] == found[0] and found[2] == found[0]
+
+
 @pytest.mark.parametrize('recipe', [{}, dict(recipe=Recipe())], ids=['float32', 'rounded'])
 @pytest.mark.parametrize('rows', [True, False], ids=['packed', 'padded'])
 def test_the_gradient_of_a_context_is_added_to_an_existing_gradient(rows, recipe):
