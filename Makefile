@@ -330,20 +330,23 @@ asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and Und
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/backend/test_ndarray.py tests/backend/test_chains.py -k 'not torch'
 
+# SAVE=1 writes the figures of these commands to docs/reliability.md.
+FIGURES := $(if $(SAVE),--save)
+
 # Constants that are drawn: PYOPS_TUNED in csrc/internal.h.  The same objects serve both targets and scripts/source_mutants.py;
 # outside of `schedules` the C library's empty functions take the calls of -finstrument-functions.
 SEEDS ?= 0 1 2 3
 DRAWN = $(MAKE) $(1) BUILD=build/drawn LIBRARY=$(1) RUNTIME=$(2) \
     EXTRA_CFLAGS='-O1 -DPYOPS_WITHOUT_EXACT=1 -g1 -DPYOPS_BUGGIFY=1 -finstrument-functions'
+FOR_SEEDS = .venv/bin/python -m scripts.seeds $(1) $(SEEDS) $(FIGURES) --pytest -q -rs -n $(WORKERS) --dist worksteal \
+    $(TABLE) -k '$(2)'
 buggify: cpu .venv/test-ready ## the op table with sizes of blocks and bounds of sharing drawn at random, once for each of SEEDS
 	+$(call DRAWN,build/drawn/libpyops.so)
-	for seed in $(SEEDS); do PYOPS_BUGGIFY=$$seed PYOPS_LIBRARY=build/drawn/libpyops.so \
-	    $(PYTEST) -p no:cacheprovider $(TABLE) -k 'not torch' || exit 1; done
+	$(call FOR_SEEDS,buggify,not torch)
 
 # All threads of a region run one at a time, with the smallest bounds of sharing: see tests/helpers/schedules.c.
 schedules: cpu .venv/test-ready schedules-library ## the op table on threads that run in an order drawn at random, for each of SEEDS
-	for seed in $(SEEDS); do PYOPS_SCHEDULE=$$seed PYOPS_BUGGIFY=0 OMP_NUM_THREADS=3 \
-	    PYOPS_LIBRARY=build/drawn/schedules.so $(PYTEST) -p no:cacheprovider $(TABLE) -k 'not torch and not only_the_abi' || exit 1; done
+	$(call FOR_SEEDS,schedules,not torch and not only_the_abi)
 
 schedules-library: ## build the library of `schedules`, build/drawn/schedules.so
 	+$(call DRAWN,build/drawn/schedules.so,build/drawn/schedules.o)
@@ -351,9 +354,6 @@ schedules-library: ## build the library of `schedules`, build/drawn/schedules.so
 build/drawn/schedules.o: tests/helpers/schedules.c Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(CC))$(CC) -std=gnu11 -O1 -fPIC -Wall -Wextra -fvisibility=hidden -c -o $@ $<
-
-# SAVE=1 writes the figures of these commands to docs/reliability.md.
-FIGURES := $(if $(SAVE),--save)
 
 # -O0: optimised code has no branch of its own for each of the source.  Without always_inline: every copy of an inlined function
 # would have its own branches, most of them on constant arguments.
