@@ -8,6 +8,7 @@
 #include "number_format.inc"
 
 enum { COLUMNS = 512, CHUNK = PYOPS_LONGEST_BLOCK };      /* columns, and contiguous numbers, processed at a time */
+enum { EXACT = 100 };     /* scales from 2^-EXACT to 2^EXACT multiply exactly */
 
 typedef struct {
     const pyops_kernels *k;
@@ -57,17 +58,58 @@ static void quantize_numbers(const call *c, float *y, const float *x, int64_t fi
     divide(c, y + first, n);
 }
 
-/* Blocks of `rows` rows, `inner` numbers apart, in n adjacent columns. */
-static void quantize_columns(const call *c, float *y, const float *x, int64_t first, int64_t rows, int64_t inner, int64_t n) {
-    uint32_t amax[COLUMNS] = {0}, words[COLUMNS];
-    int32_t scales[COLUMNS];
+static uint8_t scale_byte(int32_t scale) { return scale == SCALE_DEAD ? 0 : (uint8_t)scale; }
+
+static void encode_numbers(const call *c, uint16_t *codes, uint8_t *bytes, const float *x, int64_t first, int64_t n) {
+    float scaled[CHUNK];
+    uint32_t words[CHUNK], amax[CHUNK];
+    int32_t scales[CHUNK] = {SCALE_ONE};
+    const float *from = prepare(c, scaled, words, x + first, first, n);
+    if (!c->how.block) return c->k->encode_numbers(codes + first, from, scales, 0, c->step ? words : NULL, n, &c->how);
+    const int64_t length = c->how.block, blocks = (n + length - 1) / length;
+    memset(amax, 0, (size_t)blocks * sizeof *amax);
+    c->k->amax_blocks(amax, from, n, length);
+    c->k->block_scales(scales, amax, blocks, &c->how);
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t i = b * length;
+        bytes[b] = scale_byte(scales[b]);
+        c->k->encode_numbers(codes + first + i, from + i, scales + b, 0, c->step ? words + i : NULL, pyops_min(length, n - i),
+                             &c->how);
+    }
+}
+
+/* The largest |x| of `rows` rows, `inner` numbers apart, in n adjacent columns, and the scales of these blocks. */
+static void column_scales(const call *c, int32_t *scales, const float *x, int64_t rows, int64_t inner, int64_t n) {
+    uint32_t amax[COLUMNS] = {0};
     float scaled[COLUMNS];
     for (int64_t r = 0; r < rows; r++) {
-        const float *from = x + first + r * inner;
+        const float *from = x + r * inner;
         if (c->factor) c->k->scale(scaled, from, c->factor[0], n), from = scaled;
         c->k->amax_blocks(amax, from, n, 1);
     }
     c->k->block_scales(scales, amax, n, &c->how);
+}
+
+static void encode_columns(const call *c, uint16_t *codes, uint8_t *bytes, const float *x, int64_t first, int64_t rows,
+                           int64_t inner, int64_t n) {
+    int32_t scales[COLUMNS];
+    uint32_t words[COLUMNS];
+    float scaled[COLUMNS];
+    column_scales(c, scales, x + first, rows, inner, n);
+    for (int64_t l = 0; l < n; l++) bytes[l] = scale_byte(scales[l]);
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t i = first + r * inner;
+        const float *from = prepare(c, scaled, words, x + i, i, n);
+        c->k->encode_numbers(codes + i, from, scales, 1, c->step ? words : NULL, n, &c->how);
+    }
+}
+
+/* Blocks of `rows` rows, `inner` numbers apart, in n adjacent columns. */
+static void quantize_columns(const call *c, float *y, const float *x, int64_t first, int64_t rows, int64_t inner, int64_t n) {
+    int32_t scales[COLUMNS];
+    uint32_t words[COLUMNS];
+    float scaled[COLUMNS];
+    column_scales(c, scales, x + first, rows, inner, n);
     for (int64_t r = 0; r < rows; r++) {
         const int64_t i = first + r * inner;
         const float *from = prepare(c, scaled, words, x + i, i, n);
@@ -113,31 +155,66 @@ pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const float *x, cons
     const pyops_status status = check_quantize("encode", step, outer, n, inner, block, format, rounding, rule, shift);
     if (status) return status;
     const call c = make_call(factor, step, block, format, rounding, saturate, rule, shift, flush, key);
-    const number_format f = number_formats[format];
-    const float scaling = factor ? factor[0] : 1.0f;
-    const int64_t length = block ? block : n ? n : 1, blocks = (n + length - 1) / length, lines = outer * blocks * inner;
-    #pragma omp parallel for schedule(static) if (outer * n * inner > PYOPS_SHARE_EXPS)
-    for (int64_t line = 0; line < lines; line++) {              /* of a block's numbers, or of an axis */
-        const int64_t j = line % inner, b = line / inner % blocks * length, o = line / inner / blocks;
-        const int64_t first = (o * n + b) * inner + j, count = pyops_min(length, n - b);
-        int32_t scale = SCALE_ONE;
-        if (block) {
-            uint32_t amax = 0;
-            for (int64_t i = 0; i < count; i++) {
-                const uint32_t magnitude = bits_of(x[first + i * inner] * scaling) & 0x7fffffffu;
-                amax = magnitude > amax ? magnitude : amax;
-            }
-            scale = block_scale(amax, f, rule, shift, flush);
-            scales[line] = scale == SCALE_DEAD ? 0 : (uint8_t)scale;
+    const int64_t all = outer * n * inner;
+    if (block == 0) {
+        #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
+        for (int64_t i = 0; i < all; i += CHUNK) encode_numbers(&c, codes, NULL, x, i, pyops_min(CHUNK, all - i));
+    } else if (inner == 1) {
+        const int64_t piece = CHUNK / block * block, pieces = (n + piece - 1) / piece, blocks = (n + block - 1) / block;
+        #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
+        for (int64_t task = 0; task < outer * pieces; task++) {
+            const int64_t i = task % pieces * piece, o = task / pieces;
+            encode_numbers(&c, codes, scales + o * blocks + i / block, x, o * n + i, pyops_min(piece, n - i));
         }
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t at = first + i * inner;
-            uint32_t word = 0;
-            if (c.step) c.k->random_words(&word, at, 1, (uint64_t)c.step[0], c.key);
-            codes[at] = (uint16_t)code_of(round_number(x[at] * scaling, scale, word, f, rounding, saturate), f);
+    } else if (inner) {
+        const int64_t blocks = (n + block - 1) / block, strips = (inner + COLUMNS - 1) / COLUMNS;
+        #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
+        for (int64_t task = 0; task < outer * blocks * strips; task++) {
+            const int64_t strip = task % strips * COLUMNS, b = task / strips % blocks * block, o = task / strips / blocks;
+            encode_columns(&c, codes, scales + task / strips * inner + strip, x, (o * n + b) * inner + strip,
+                           pyops_min(block, n - b), inner, pyops_min(COLUMNS, inner - strip));
         }
     }
     return PYOPS_OK;
+}
+
+enum { TABLE = 256 }; /* codes of 8 bits */
+
+/* The codes of bf16 and fp16, as exponent and digits of a float, have another bias. */
+static void decode_halves(float *y, const uint16_t *codes, int64_t n, number_format f) {
+    const float bias = two_to(126 + f.qmin + f.digits);
+    const uint32_t infinity = 0x7fffu >> f.digits << f.digits;
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t size = codes[i] & 0x7fffu, sign = (uint32_t)(codes[i] & 0x8000u) << 16;
+        const uint32_t finite = bits_of(float_of(size << (23 - f.digits)) * bias);
+        const uint32_t special = size == infinity ? 0x7f800000u | sign : 0x7fc00000u;
+        y[i] = float_of(size >= infinity ? special : finite | sign);
+    }
+}
+
+/* n numbers with one scale, a scale each, or none (NULL).  values: of all codes, with the scale 1; NULL without a table */
+static void decode_numbers(float *y, const uint16_t *codes, const uint8_t *scales, int each, int64_t n, number_format f,
+                           const float *values) {
+    const int32_t one = scales ? scales[0] : SCALE_ONE;
+    if (f.bits == 16 && !scales) {
+        decode_halves(y, codes, n, f);
+        return;
+    }
+    if (values && !each && one >= SCALE_ONE - EXACT && one <= SCALE_ONE + EXACT) {
+        const float up = two_to(one - SCALE_ONE);
+        for (int64_t i = 0; i < n; i++) y[i] = values[codes[i] & (TABLE - 1)] * up;
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t scale = each ? scales[i] : one;
+        if (values && scale >= SCALE_ONE - EXACT && scale <= SCALE_ONE + EXACT) {
+            y[i] = values[codes[i] & (TABLE - 1)] * two_to(scale - SCALE_ONE);
+            continue;
+        }
+        rounded r = from_code(codes[i], f);
+        if (scale == SCALE_NAN) r.special = 2;
+        y[i] = value_of(r, scale);
+    }
 }
 
 pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor, int64_t outer, int64_t n,
@@ -147,15 +224,24 @@ pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales
                                                PYOPS_SCALE_FLOOR, 0);
     if (status) return status;
     const number_format f = number_formats[format];
-    const int64_t blocks = block ? (n + block - 1) / block : 0;
-    #pragma omp parallel for schedule(static) if (outer * n * inner > PYOPS_SHARE_EXPS)
-    for (int64_t i = 0; i < outer * n * inner; i++) {
-        const int64_t j = i % inner, place = i / inner % n, o = i / inner / n;
-        const int32_t scale = block ? scales[(o * blocks + place / block) * inner + j] : SCALE_ONE;
-        rounded r = from_code(codes[i], f);
-        if (scale == SCALE_NAN) r.special = 2;
-        y[i] = value_of(r, scale);
-        if (factor) y[i] /= factor[0];
+    const int64_t blocks = block ? (n + block - 1) / block : 0, all = outer * n * inner;
+    float values[TABLE];
+    const int has_table = f.bits <= 8 && all > TABLE;
+    if (has_table)
+        for (uint32_t code = 0; code < TABLE; code++) values[code] = value_of(from_code(code, f), SCALE_ONE);
+    /* pieces of a line of numbers that are contiguous: of all numbers without blocks, of a block, or of a row across blocks */
+    const int64_t length = !block ? CHUNK : inner == 1 ? block : CHUNK, line = !block ? all : inner == 1 ? n : inner;
+    const int64_t pieces = line ? (line + length - 1) / length : 0, lines = line ? all / line : 0;
+    #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
+    for (int64_t task = 0; task < lines * pieces; task++) {
+        const int64_t at = task % pieces * length, row = task / pieces, i = row * line + at;
+        const int64_t count = pyops_min(length, line - at);
+        const int each = block && inner > 1;
+        const uint8_t *of = !block ? NULL
+            : each                 ? scales + (row / n * blocks + row % n / block) * inner + at
+                                   : scales + row * blocks + at / block;
+        decode_numbers(y + i, codes + i, of, each, count, f, has_table ? values : NULL);
+        for (int64_t l = 0; factor && l < count; l++) y[i + l] /= factor[0];
     }
     return PYOPS_OK;
 }

@@ -191,6 +191,9 @@ typedef struct {
     ROW(void,   block_scales, (int32_t *scales, const uint32_t *amax, int64_t n, const pyops_rounding_of *how)) \
     ROW(void,   number_scales, (float *scales, const uint32_t *amax, int64_t n, float factor, const pyops_rounding_of *how)) \
     ROW(void,   expand_scales, (float *each, const float *scales, int64_t first, int64_t n, int64_t block, float divisor)) \
+    /* the codes of the numbers that round_numbers returns */ \
+    ROW(void,   encode_numbers, (uint16_t *codes, const float *x, const int32_t *scales, int each, const uint32_t *words, \
+                                 int64_t n, const pyops_rounding_of *how)) \
     ROW(void,   strided_unary_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_binary_int32, (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_where_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \

@@ -112,6 +112,18 @@ static void find_scales(const call *c, int64_t line, int64_t first, int64_t end)
     }
 }
 
+static void encode_piece(const call *c, uint16_t *codes, const float *x, const float *scale, const uint32_t *words, int64_t n) {
+    const int32_t one = SCALE_ONE;
+    float ratio[CHUNK], positive = 1.0f;
+    for (int64_t i = 0; i < n; i++) {
+        positive = scale[i] > 0.0f ? positive : 0.0f;       /* also for NaN */
+        ratio[i] = x[i] / scale[i];
+    }
+    if (positive > 0.0f) return c->k->encode_numbers(codes, ratio, &one, 0, words, n, &c->how);
+    for (int64_t i = 0; i < n; i++)
+        codes[i] = (uint16_t)code_of(round_scaled(x[i], scale[i], words ? words[i] : 0, c->f, c->how.rounding), c->f);
+}
+
 /* Round at most CHUNK numbers of a row, counted over all matrices, from column j on. */
 static void round_piece(const call *c, int64_t row, int64_t j, int64_t n) {
     const grid *g = &c->g;
@@ -121,10 +133,7 @@ static void round_piece(const call *c, int64_t row, int64_t j, int64_t n) {
     uint32_t words[CHUNK];
     c->k->expand_scales(scale, scales, j, n, g->block_columns, c->scaling);
     if (c->step) c->k->random_words(words, at, n, (uint64_t)c->step[0], c->key);
-    if (c->codes)
-        for (int64_t i = 0; i < n; i++)
-            c->codes[at + i] = (uint16_t)code_of(
-                round_scaled(c->x[at + i], scale[i], c->step ? words[i] : 0, c->f, c->how.rounding), c->f);
+    if (c->codes) encode_piece(c, c->codes + at, c->x + at, scale, c->step ? words : NULL, n);
     if (c->y) c->k->round_scaled(c->y + at, c->x + at, scale, c->step ? words : NULL, n, &c->how);
 }
 

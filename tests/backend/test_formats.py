@@ -159,6 +159,19 @@ def test_ml_dtypes_rounds_the_same(name):
     assert (codes[finite] == theirs.view(np.uint16 if theirs.itemsize == 2 else np.uint8)[finite]).all()
 
 
+@pytest.mark.parametrize('fmt', [*ELEMENTS, 'hifp8', 'hifp8:round=rne', 'hifp8:round=hybrid', 'bf16', 'fp16',
+                                 'mxint8:block=1:scale=ceil', 'e4m3:overflow=inf', 'e5m2:round=floor', 'e3m2:round=away'])
+def test_codes_mean_the_rounded_numbers(fmt):
+    """In every bit, also of infinities and NaN, if the format has them."""
+    name = parse(fmt).element
+    x = interesting(name if name in NUMBERS else 'e2m1', 3)[:50_000]
+    if name in ('e2m1', 'e3m2', 'e2m3', 'mxint8'):
+        x = x[np.isfinite(x)]
+    codes, found, _ = codes_of(x, fmt)
+    assert same(np.asarray(get(decode(codes))), quantized(x, fmt)).all()
+    assert len(np.unique(found)) > 2 ** min(codes.format.bits - 1, 8)
+
+
 def test_hybrid_rounding_of_hifp8():
     """By section 1.3 of the description, with Python's integers."""
     rng = np.random.default_rng(0)
