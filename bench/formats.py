@@ -73,6 +73,8 @@ RECIPES = [
     Recipe('fp8, blocks of 128', 'fp8'), Recipe('fp8, weights in 128 x 128', 'fp8', weight='fp8:block=128x128'),
     Recipe('fp8, one scale for a tensor', 'fp8:block=tensor'),
     Recipe('fp8, delayed scaling', 'fp8:delayed'),
+    Recipe('fp8, sums of 14 bits', 'fp8:accumulate=14'),
+    Recipe('fp8, sums of 14 bits for 128 terms', 'fp8:accumulate=14:promote=128'),
     Recipe('mxfp6, E3M2', 'mxfp6'), Recipe('mxfp6, E2M3', 'mxfp6:elem=e2m3'), Recipe('mxint8', 'mxint8'),
     Recipe('int8', 'int8'), Recipe('int8, a scale per row', 'int8:block=row'),
     Recipe('int8, a scale per column', 'int8:block=column'),

@@ -91,7 +91,7 @@ def ladder(emulated):
 
 def op_table(emulated):
     select = 'not torch and not central_differences'
-    return [pytest(emulated, 'bf16 packed_gru scaled_formats hadamard optim', AT_ONCE, select),
+    return [pytest(emulated, 'bf16 packed_gru scaled_formats hadamard narrow_sums optim', AT_ONCE, select),
             pytest(emulated, 'table ops kernels strided formats', AT_ONCE, select)]
 
 

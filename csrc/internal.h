@@ -194,6 +194,8 @@ typedef struct {
     /* the codes of the numbers that round_numbers returns */ \
     ROW(void,   encode_numbers, (uint16_t *codes, const float *x, const int32_t *scales, int each, const uint32_t *words, \
                                  int64_t n, const pyops_rounding_of *how)) \
+    /* r[0..PYOPS_NARROW_COLUMNS) after a group of n finite products a[k] b[k][column]: see narrow_sums.inc */ \
+    ROW(void,   narrow_sums,  (double *r, const double *a, const double *b, int64_t n, int32_t bits)) \
     ROW(void,   strided_unary_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_binary_int32, (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_where_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
@@ -210,6 +212,8 @@ typedef struct {
     double sum, sum_abs, squares;
     float low, high;
 } pyops_description;
+
+enum { PYOPS_NARROW_COLUMNS = 16 };     /* whose sums of few bits are computed together */
 
 /* Products with at most this many rows read b unpacked if its rows or its columns are contiguous. */
 enum { PYOPS_FEW_ROWS = 8 };

@@ -157,7 +157,21 @@ PYOPS_API pyops_status pyops_gemm_batched(
     int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
     int32_t accumulate, void *stream);
 
-/* The same with bfloat16 operands (the upper halves of floats), for products large enough to repay the conversion:
+/* The same with a bias (N) or NULL, relu as in pyops_gemm, and sums in few bits, as in the tensor cores of Hopper, whose sums of
+ * 8-bit products have 14 bits.  With r = 0 at first, for every 32 terms p = a[m,k] * b[k,n] in their order (the last group may
+ * have fewer):
+ *   E = the largest floor(log2 |v|) of r and all p;  q = 2^(E - bits + 1)
+ *   r = q (trunc(r / q) + sum of trunc(p / q)), then truncated to `bits` significant bits
+ * The products are exact.  If r or some p is not finite, r is their sum.  After every `promote` terms, where a group ends, and
+ * after the last one, r is added to a sum in float32, which starts at 0, and r = 0; promote 0: only after the last one.
+ * c = (float32 sum + bias) + c before.   bits from 2 to 24.   The precision of pyops_set_precision does not matter. */
+PYOPS_API pyops_status pyops_gemm_narrow(
+    float *c, const float *a, const float *b, const float *bias, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
+    int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
+    int32_t accumulate, int32_t relu, int32_t bits, int64_t promote, void *stream);
+
+/* Matrices of bfloat16 (the upper halves of floats), for products large enough to repay the conversion:
  * to_bf16    y[r,c] = x[r*row + c*col] rounded to the nearest, ties to even; NaN stays NaN.   y (R,C), rows ld apart
  * gemm_bf16  c[m,n] (+)= sum_k a[m,k] b[n,k], summed in float32.   a (M,K), rows lda apart;  b (N,K), rows ldb apart
  */

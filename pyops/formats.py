@@ -125,6 +125,10 @@ def _hadamard_block(value: Any) -> int:
     return int(value)
 
 
+def _sum_bits(value: Any) -> int:
+    return 0 if str(value) == '0' else _whole(2, 24)(value)
+
+
 def _target(value: Any) -> float:
     try:
         number = float(value)
@@ -163,8 +167,9 @@ _OPTIONS: dict[str, _Options] = {
     'bf16': _ON_NUMBERS,
     'fp16': _ON_NUMBERS,
 } | {name: _ON_NUMBERS | {'overflow': ('saturate', _ON_NUMBERS['overflow'][1])} for name in ELEMENTS}
-_OPTIONS = {name: options | {'hadamard': (0, _hadamard_block), 'signs': (0, _whole(0, 2**31 - 1))}
-            for name, options in _OPTIONS.items()}
+_ON_PRODUCTS: _Options = {'hadamard': (0, _hadamard_block), 'signs': (0, _whole(0, 2**31 - 1)),
+                          'accumulate': (0, _sum_bits), 'promote': (0, _whole(0, 2**31 - 1))}
+_OPTIONS = {name: options | _ON_PRODUCTS for name, options in _OPTIONS.items()}
 
 
 def _nearest(name: object, names: Sequence[str]) -> str:
@@ -234,6 +239,12 @@ class Format:
     def hadamard(self) -> int:
         """Number of elements along the axis that are transformed together before rounding; 0: no transform."""
         return int(self.option('hadamard'))
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """How products with this format are summed, as arguments of backend.gemm_narrow; {}: in float32."""
+        bits = self.option('accumulate')
+        return {'bits': bits, 'promote': self.option('promote')} if bits else {}
 
     @property
     def without_hadamard(self) -> Format:
@@ -397,6 +408,9 @@ def parse(fmt: str | Format, **options: Any) -> Format:
     if 'signs' in wanted and 'hadamard' not in wanted:
         raise FormatError(f'{name}: signs={wanted["signs"]}: expected hadamard=16 or hadamard=32 with it, the transform that '
                           'uses the signs; add one or leave signs out')
+    if 'promote' in wanted and 'accumulate' not in wanted:
+        raise FormatError(f'{name}: promote={wanted["promote"]}: expected accumulate with it, the bits of the sums that are '
+                          'promoted; add accumulate=14 or leave promote out')
     if 'margin' in wanted and 'delayed' not in wanted:
         raise FormatError(f'{name}: margin={wanted["margin"]}: expected delayed with it, the scaling that uses the margin; add '
                           'delayed or leave margin out')

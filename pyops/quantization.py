@@ -74,12 +74,12 @@ class Recipe:
             body, at, names = part.rpartition('@')
             if not at:
                 chosen |= _selected(part)
-                _check_transforms(chosen)
+                _check_products(chosen)
                 continue
             formats, patterns = _selected(body), _patterns(names)
             if not formats or not patterns:
                 raise UserError(f'{part.strip()}: expected operands and layers, such as fwd=mxfp4@encoder.*')
-            _check_transforms(chosen | formats)
+            _check_products(chosen | formats)
             sections.append(Section(patterns, MappingProxyType({key: formats[key] for key in _ALL if key in formats})))
         return cls(MappingProxyType({operand: chosen[operand] for operand in _ALL if chosen.get(operand)}), _patterns(layers),
                    tuple(sections))
@@ -176,14 +176,24 @@ def read_recipe(path):
     return ';'.join(filter(None, lines))
 
 
-def have_same_transform(one, other):
+# options that the operands of a product have in common -> what differs otherwise
+_OF_PRODUCTS = {('hadamard', 'signs'): 'Hadamard transforms', ('accumulate', 'promote'): 'sums'}
+
+
+def can_multiply(one, other):
     """Return whether the operands of a product may have these formats (None: not rounded): if both are rounded, their Hadamard
-    transforms are the same, so that they cancel in the product."""
-    return not one or not other or all(one.option(name) == other.option(name) for name in ('hadamard', 'signs'))
+    transforms are the same, so that they cancel in the product, and so is the precision of the sums."""
+    return not _difference(one, other)
 
 
-def _check_transforms(chosen):
-    """UserError if the rounded operands of a product have different Hadamard transforms, which would not cancel in hardware.
+def _difference(one, other):
+    """Return the options that differ, though the operands of a product need the same; () if there are none."""
+    return next((names for names in _OF_PRODUCTS
+                 if one and other and any(one.option(name) != other.option(name) for name in names)), ())
+
+
+def _check_products(chosen):
+    """UserError if the rounded operands of a product have options that do not go together.
     chosen: {operand: Format or None}"""
     rounded = {id(fmt): fmt for fmt in chosen.values() if fmt}          # few: a term gives its operands the same one
     if len({(fmt.option('hadamard'), fmt.option('signs')) for fmt in rounded.values()}) < 2:
@@ -191,9 +201,9 @@ def _check_transforms(chosen):
     for product in _PRODUCTS:
         found = [(operand, chosen[operand]) for operand in SELECTORS[product] if chosen.get(operand)]
         for one, other in zip(found, found[1:], strict=False):
-            if not have_same_transform(one[1], other[1]):
+            if names := _difference(one[1], other[1]):
                 raise UserError(f'{one[0]}={one[1]} and {other[0]}={other[1]}: the operands of a product have different '
-                                'Hadamard transforms; expected the same hadamard= and signs= in both')
+                                f'{_OF_PRODUCTS[names]}; expected the same {"= and ".join(names)}= in both')
 
 
 def _format(text):

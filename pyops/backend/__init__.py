@@ -254,16 +254,31 @@ def product(a, b, bias=None):
 def gemm_batched(c, a, b, accumulate=False):
     """Compute c (+)= a b for each index of the leading axes.  c (..., M, N) with contiguous rows, a (..., M, K), b (..., K, N),
     with equal leading axes and any strides."""
+    batch, sizes = _batched('gemm_batched', c, a, b)
+    launch('gemm_batched', c, a, b, *batch, *sizes, accumulate)
+
+
+def gemm_narrow(c, a, b, bias=None, accumulate=False, relu=False, *, bits, promote=0):
+    """Compute c (+)= a b + bias with sums of few bits, as in tensor cores, for each index of the leading axes.
+
+    Shapes as in `gemm_batched`, bias (N,) or None, relu as in `gemm`.  bits: of the sums, 2 to 24;  promote: the number of
+    terms after which a sum is added to one in float32, 0: after all.  csrc/pyops.h has the definition.
+    """
+    batch, sizes = _batched('gemm_narrow', c, a, b)
+    launch('gemm_narrow', c, a, b, bias, *batch, *sizes, accumulate, relu, bits, promote)
+
+
+def _batched(who, c, a, b):
+    """Return (shape, strides, ndim) of the leading axes, and (M, N, K, ldc, strides of a and b), as kernels take them."""
     *batch, M, N = c.shape
     K = a.shape[-1]
     if a.shape != (*batch, M, K) or b.shape != (*batch, K, N):
-        raise ValueError(f'gemm_batched: c {c.shape}, a {a.shape} and b {b.shape} do not fit')
+        raise ValueError(f'{who}: c {c.shape}, a {a.shape} and b {b.shape} do not fit')
     strides = [element_strides(operand) for operand in (c, a, b)]
     if M and N > 1 and math.prod(batch) and strides[0][-1] != 1:
-        raise ValueError(f'gemm_batched: c: expected contiguous rows, got strides {c.strides}')
-    layout = np.array(batch, np.int64), np.array([operand[:-2] for operand in strides], np.int64).reshape(-1)
-    launch('gemm_batched', c, a, b, *layout, len(batch), M, N, K, max(strides[0][-2], N), *strides[1][-2:], *strides[2][-2:],
-           accumulate)
+        raise ValueError(f'{who}: c: expected contiguous rows, got strides {c.strides}')
+    layout = np.array(batch, np.int64), np.array([operand[:-2] for operand in strides], np.int64).reshape(-1), len(batch)
+    return layout, (M, N, K, max(strides[0][-2], N), *strides[1][-2:], *strides[2][-2:])
 
 
 def copy(y, x):

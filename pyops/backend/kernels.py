@@ -117,6 +117,7 @@ def products_of_shapes(s, array):
 
 # kernels that belong to no single op
 declare(gemm=Kernel(product_of_shape), gemm_batched=Kernel(products_of_shapes), gemm_bf16=Kernel(product_of_shape),
+        gemm_narrow=Kernel(products_of_shapes),
         to_bf16=Kernel(), convert=Kernel(), fill=Kernel(), axpy=Kernel(), scale=Kernel(), column_sums=Kernel(), argmax=Kernel(),
         softmax_forward=Kernel(), softmax_backward=Kernel(), gather_rows=Kernel(), scatter_rows=Kernel(), increment=Kernel(),
         tick=Kernel(), fma_loop=Kernel(),

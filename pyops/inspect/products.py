@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops import formats
+from pyops import backend, formats
 from pyops.errors import UserError, printable
 from pyops.inspect.choice import select
 from pyops.inspect.compare import TOP, parse_formats
@@ -27,7 +27,7 @@ from pyops.inspect.logs import TAGS, Entry, LogError, Logs
 from pyops.inspect.statistics import decibels
 from pyops.inspect.tables import Column, cut, cut_name, finite, has_runs, name_of, number, print_skipped, worst_first, write
 from pyops.inspect.workers import is_worth_processes, workers
-from pyops.quantization import have_same_transform
+from pyops.quantization import can_multiply
 from pyops.training import watch
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ _TILE = 1 << 22                         # elements of an array in float64: 32 Mi
 
 
 class Accumulation(NamedTuple):
-    """How a product is summed: to `bits` significant bits, which are added to a float32 sum after `every` terms; 0: never."""
+    """How a product is summed: the arguments of backend.gemm_narrow."""
     bits: int
-    every: int = 0
+    promote: int = 0
 
 
 class Pair(NamedTuple):
@@ -162,7 +162,7 @@ def measure(pairs: Iterable[Pair], fmts: Sequence[Format | None], rows: int = RO
     """
     found: list[Row] = []
     skipped: list[tuple[str, str]] = []
-    keys = [key for key in itertools.product(fmts, fmts) if have_same_transform(*key) and (key != (None, None) or accumulation)]
+    keys = [key for key in itertools.product(fmts, fmts) if can_multiply(*key) and (key != (None, None) or accumulation)]
     about = f'{list(map(str, fmts))} {rows} {accumulation}'
     sent: deque[tuple[Pair, Any, JointSlot | None]] = deque()            # what belongs to the results, in order
 
@@ -206,21 +206,19 @@ def _measured(job: _Job) -> tuple[list[dict[str, Any]], str]:
 
 
 def multiply(a: np.ndarray, b: np.ndarray, accumulation: Accumulation | None = None) -> np.ndarray:
-    """Return the product of a (R, K) and b (K, C), float64.  With an Accumulation terms are added one after the other, and each
-    sum is truncated towards 0, as in the tensor cores of Hopper: arXiv:2412.19437, section 3.3.2."""
+    """Return the product of a (R, K) and b (K, C), float64.  With an Accumulation it is the product of backend.gemm_narrow,
+    whose operands are float32."""
     if accumulation is None:
         return a @ b
-    total, count = np.zeros((len(a), b.shape[1])), a.shape[1]
-    kept = np.uint64(2 ** 64 - 2 ** (53 - accumulation.bits))       # sign, exponent, and bits - 1 digits after the point
-    term = np.empty_like(total)
-    for first in range(0, count, accumulation.every or max(count, 1)):
-        part = np.zeros_like(total)
-        for k in range(first, min(first + (accumulation.every or count), count)):
-            np.multiply(a[:, k, None], b[k], out=term)
-            part += term
-            part.view(np.uint64)[...] &= kept
-        total = (total.astype(np.float32) + part.astype(np.float32)).astype(np.float64) if accumulation.every else part
-    return total
+    c = np.empty((len(a), b.shape[1]), np.float32)
+    backend.gemm_narrow(c, np.asarray(a, np.float32), np.asarray(b, np.float32), **accumulation._asdict())
+    return c.astype(np.float64)
+
+
+def _accumulation(pair, default):
+    """Return the Accumulation that one of two formats has as an option, else the default."""
+    sums = next((fmt.sums for fmt in pair if fmt and fmt.sums), None)
+    return Accumulation(**sums) if sums else default
 
 
 def _measure(job):
@@ -236,7 +234,7 @@ def _measure(job):
 
     rows, exact_rows = {fmt: rows_of(fmt) for fmt in fmts}, rows_of(None).astype(np.float64)
     sums = {key: _Sums() for key in itertools.product(fmts, fmts)
-            if have_same_transform(*key) and (key != (None, None) or accumulation)}
+            if can_multiply(*key) and (key != (None, None) or accumulation)}
     columns = right.shape[1 - along_right]
     width = max(1, _TILE // max(1, len(chosen), exact_rows.shape[1]))
     for fmt in fmts:
@@ -247,8 +245,8 @@ def _measure(job):
                 exact = exact_rows @ exact_part
                 for left_fmt in fmts:
                     if (left_fmt, fmt) in sums:
-                        sums[left_fmt, fmt].add(exact, multiply(rows[left_fmt].astype(np.float64), part, accumulation), chosen,
-                                                first)
+                        how = _accumulation((left_fmt, fmt), accumulation)
+                        sums[left_fmt, fmt].add(exact, multiply(rows[left_fmt].astype(np.float64), part, how), chosen, first)
     return sums
 
 

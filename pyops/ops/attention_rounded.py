@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, empty_gradient, gemm_batched, launch, note_product, put
+from pyops.backend import check, empty, empty_gradient, launch, note_product, put
 from pyops.backend.kernels import Product
 from pyops.ops.attention import Attention, offsets
 from pyops.ops.packed import pad_rows, unpad_rows
@@ -61,7 +61,7 @@ class QuantizedAttention(Attention):
         C, rounded = q.shape[-1], self.round
         qq, qk = rounded('qk.q', q, 3), rounded('qk.k', k, 3)
         softmax = empty((B, self.heads, Tq, Tk), name=f'{self.name}.softmax')           # holds the scores first
-        gemm_batched(softmax, qq.transpose(1, 2, 0, 3), qk.transpose(1, 2, 3, 0))
+        rounded.multiply('qk', softmax, qq.transpose(1, 2, 0, 3), qk.transpose(1, 2, 3, 0))
         note_product(self, QK, heads=self.heads)
         w = empty(softmax.shape, name=f'{self.name}.w') if step is not None and self.p else softmax
         launch('attention_softmax_forward', softmax, None if w is softmax else w, softmax, lengths, *offsets(q_rows, k_rows),
@@ -69,7 +69,7 @@ class QuantizedAttention(Attention):
         note_product(self, SOFTMAX)
         qw, qv = rounded('pv.p', w, 3), rounded('pv.v', v, 0)
         y = empty((Tq, B, self.heads * C), name=f'{self.name}.y')
-        gemm_batched(self._by_head(y).transpose(1, 2, 0, 3), qw, qv.transpose(1, 2, 0, 3))
+        rounded.multiply('pv', self._by_head(y).transpose(1, 2, 0, 3), qw, qv.transpose(1, 2, 0, 3))
         note_product(self, PV if w is softmax else DROPPED_PV)
         if q_rows is not None:
             y, _ = unpad_rows(y, q_rows, shapes[0][0], name=f'{self.name}.y_rows')
@@ -94,22 +94,22 @@ class QuantizedAttention(Attention):
 
         qdy, qv = rounded('dp.do', dy, 3), ctx.v if rounded.same('pv.v', 'dp.v') else rounded('dp.v', ctx.v, 3)
         ds = empty_gradient(ctx.softmax.shape, f'{self.name}.ds')          # holds the weight gradients first
-        gemm_batched(ds, qdy.transpose(1, 2, 0, 3), qv.transpose(1, 2, 3, 0))
+        rounded.multiply('dp', ds, qdy.transpose(1, 2, 0, 3), qv.transpose(1, 2, 3, 0))
         note_product(self, DP)
         if not rounded.same('dp.do', 'dv.do'):
             qdy = rounded('dv.do', dy, 0)
         qw = ctx.w if rounded.same('pv.p', 'dv.p') else rounded('dv.p', ctx.w, 2)
-        gemm_batched(self._by_head(dv).transpose(1, 2, 0, 3), qw.transpose(0, 1, 3, 2), qdy.transpose(1, 2, 0, 3))
+        rounded.multiply('dv', self._by_head(dv).transpose(1, 2, 0, 3), qw.transpose(0, 1, 3, 2), qdy.transpose(1, 2, 0, 3))
         note_product(self, DROPPED_DV if ctx.step is not None and self.p else DV)
         launch('attention_softmax_backward', ds, ds, ctx.softmax, ctx.step, Tq, Tk, B, heads, self.p, self.key)
 
         qds, qk = rounded('dq.ds', ds, 3), ctx.k if rounded.same('qk.k', 'dq.k') else rounded('dq.k', ctx.k, 0)
-        gemm_batched(self._by_head(dq).transpose(1, 2, 0, 3), qds, qk.transpose(1, 2, 0, 3))
+        rounded.multiply('dq', self._by_head(dq).transpose(1, 2, 0, 3), qds, qk.transpose(1, 2, 0, 3))
         note_product(self, DQ)
         if not rounded.same('dq.ds', 'dk.ds'):
             qds = rounded('dk.ds', ds, 2)
         qq = ctx.q if rounded.same('qk.q', 'dk.q') else rounded('dk.q', ctx.q, 0)
-        gemm_batched(self._by_head(dk).transpose(1, 2, 0, 3), qds.transpose(0, 1, 3, 2), qq.transpose(1, 2, 0, 3))
+        rounded.multiply('dk', self._by_head(dk).transpose(1, 2, 0, 3), qds.transpose(0, 1, 3, 2), qq.transpose(1, 2, 0, 3))
         note_product(self, DK)
         for gradient, product in ((dq, SCALED_DQ), (dk, SCALED_DK)):
             launch('scale', gradient, gradient, self._factor(C), gradient.size)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyops.backend import as_rows, copy, empty, empty_gradient, gemm, launch, note_product
+from pyops.backend import as_rows, copy, empty, empty_gradient, launch, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
 from pyops.ops.gru import AFTER, BEFORE_1, BEFORE_2, GRU
 from pyops.ops.packed import pad_rows, unpad_rows
@@ -73,14 +73,14 @@ class QuantizedGRU(GRU):
             h = self.hh('fwd.x', states[t], 1, t)
             if self.reset_before:
                 rz, n = product.reshape(-1)[:B * 2 * H].reshape(B, 2 * H), product.reshape(-1)[B * 2 * H:].reshape(B, H)
-                gemm(rz, h, w[:2 * H].T, b[:2 * H])
+                self.hh.multiply('fwd', rz, h, w[:2 * H].T, b[:2 * H])
                 self._note(FWD, slice(2 * H), (B,))
                 launch('gru_gates_forward', u[t], gates[t], a[t], rz, states[t], B, H, BEFORE_1)
-                gemm(n, self.hh('fwd.x', u[t], 1, T + t), w[2 * H:].T, b[2 * H:])
+                self.hh.multiply('fwd', n, self.hh('fwd.x', u[t], 1, T + t), w[2 * H:].T, b[2 * H:])
                 self._note(FWD, slice(2 * H, 3 * H), (B,))
                 launch('gru_gates_forward', states[t + 1], gates[t], a[t], n, states[t], B, H, BEFORE_2)
             else:
-                gemm(product, h, w.T, b)
+                self.hh.multiply('fwd', product, h, w.T, b)
                 self._note(FWD, slice(3 * H), (B,))
                 launch('gru_gates_forward', states[t + 1], gates[t], a[t], product, states[t], B, H, AFTER)
         h, last = states[1:], None
@@ -124,7 +124,7 @@ class QuantizedGRU(GRU):
             if self.reset_before:
                 d_rz, d_n = parts[0][1][t], parts[1][1][t]
                 launch('gru_gates_backward', carry, da[t], d_n, above, None, gates, h, B, H, BEFORE_1)
-                gemm(du, self.hh('dgrad.g', d_n, 1, T + t), weights[1])
+                self.hh.multiply('dgrad', du, self.hh('dgrad.g', d_n, 1, T + t), weights[1])
                 self._note(DGRAD, parts[1][0])
                 launch('gru_gates_backward', carry, da[t], d_rz, None, du, gates, h, B, H, BEFORE_2)
                 back = d_rz
@@ -132,11 +132,12 @@ class QuantizedGRU(GRU):
                 back = parts[0][1][t]
                 launch('gru_gates_backward', carry, da[t], back, above, None, gates, h, B, H, AFTER)
             if t or ctx.has_h0:             # without h0, its gradient is not needed
-                gemm(carry, self.hh('dgrad.g', back, 1, t), weights[0], accumulate=True)
+                self.hh.multiply('dgrad', carry, self.hh('dgrad.g', back, 1, t), weights[0], accumulate=True)
                 self._note(DGRAD, parts[0][0])
 
         for i, (rows, g, x) in enumerate(parts):
-            gemm(dw[rows], self.hh('wgrad.g', as_rows(g), 0, i).T, self.hh('wgrad.x', as_rows(x), 0, i), accumulate=True)
+            self.hh.multiply('wgrad', dw[rows], self.hh('wgrad.g', as_rows(g), 0, i).T, self.hh('wgrad.x', as_rows(x), 0, i),
+                             accumulate=True)
             self._note(WGRAD, rows, (T, B))
             launch('column_sums', db[rows], g, T * B, g.shape[-1])
         launch('column_sums', self.b_ih.grad, da, T * B, 3 * H)

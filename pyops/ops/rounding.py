@@ -3,8 +3,8 @@
 op.rounded() returns the variant of an op with rounded operands, from <op>_rounded.py.  Its constructor has the additional
 argument recipe; forward and backward have the same signatures.  An operand is rounded along the axis that its product sums
 over, always from the original tensor, so a tensor in two products has two copies.  A format without blocks gives the same copy
-for both products, so it is computed once.  Sums, biases, softmax and gates remain float32.  Backward treats rounding as the
-identity (straight-through estimator) and rounds the operands of its own products.
+for both products, so it is computed once.  Biases, softmax and gates remain float32, and sums, unless a format has the option
+accumulate.  Backward treats rounding as the identity (straight-through estimator) and rounds the operands of its own products.
 
 A rounded array is named <layer>.<product>.<operand>, such as encoder.0.self_attention.q.fwd.x.  docs/quantization.md lists the
 products and axes.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyops.backend import as_rows, gemm, note_product
+from pyops.backend import as_rows, gemm, gemm_batched, gemm_narrow, note_product
 from pyops.backend.kernels import DGRAD, DGRAD_INPUTS_FIRST, FWD, FWD_INPUTS_FIRST, WGRAD, WGRAD_INPUTS_FIRST
 from pyops.formats import fake_quantize
 from pyops.params import key
@@ -51,6 +51,18 @@ class Rounding:
         return fake_quantize(x, fmt, axis, name=name, kind='gradient' if is_gradient else 'intermediate',
                              step=self.recipe.step, seed=seed, history=history)
 
+    def multiply(self, product: str, c: Array, a: Array, b: Array, bias: Array | None = None, accumulate: bool = False,
+                 relu: bool = False) -> None:
+        """Compute c (+)= a b + bias, as backend.gemm or, with further axes, backend.gemm_batched, with sums in float32 or as
+        the formats of the product's operands specify."""
+        operands = [fmt for operand, fmt in self.formats.items() if operand.startswith(f'{product}.') and fmt.sums]
+        if operands:
+            gemm_narrow(c, a, b, bias, accumulate, relu, **operands[0].sums)
+        elif c.ndim == 2:
+            gemm(c, a, b, bias, accumulate, relu)
+        else:
+            gemm_batched(c, a, b, accumulate)
+
     def same(self, one: str, other: str) -> bool:
         """Return whether both operands, which are the same tensor, have the same rounded copy for all axes."""
         fmt = self.formats.get(one)
@@ -80,7 +92,7 @@ class LinearProducts:
         """Compute y (..., O) from x (..., I) and return Kept."""
         rows, w = as_rows(x), self.weight.value
         qx, qw = self.round('fwd.x', rows, 1), self.round('fwd.w', w, self.along_inputs)
-        gemm(as_rows(y), qx, qw if self.inputs_first else qw.T, self.bias and self.bias.value, relu=relu)
+        self.round.multiply('fwd', as_rows(y), qx, qw if self.inputs_first else qw.T, self.bias and self.bias.value, relu=relu)
         note_product(self, self.products[0], weight=self.weight, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
         return Kept(qx if self.round.same('fwd.x', 'wgrad.x') else rows, qw if self.round.same('fwd.w', 'dgrad.w') else None)
 
@@ -90,12 +102,12 @@ class LinearProducts:
         g, w = as_rows(g), self.weight
         qx = kept.x if self.round.same('fwd.x', 'wgrad.x') else self.round('wgrad.x', kept.x, 0)
         qg = self.round('wgrad.g', g, 0)
-        gemm(w.grad, *((qx.T, qg) if self.inputs_first else (qg.T, qx)), accumulate=True)
+        self.round.multiply('wgrad', w.grad, *((qx.T, qg) if self.inputs_first else (qg.T, qx)), accumulate=True)
         note_product(self, self.products[2], weight=w)
         if dx is None:
             return
         if not self.round.same('wgrad.g', 'dgrad.g'):
             qg = self.round('dgrad.g', g, 1)
         qw = self.round('dgrad.w', w.value, self.along_outputs) if kept.w is None else kept.w
-        gemm(as_rows(dx), qg, qw.T if self.inputs_first else qw, accumulate=accumulate)
+        self.round.multiply('dgrad', as_rows(dx), qg, qw.T if self.inputs_first else qw, accumulate=accumulate)
         note_product(self, self.products[1], weight=w)

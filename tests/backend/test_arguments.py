@@ -38,6 +38,7 @@ ADAM = 'max_norm>0 beta1>=0 beta1<1 beta2>=0 beta2<1 weight_decay>=0'
 BOUNDS = [
     ('gemm', {}, 'M>=0 N>=0 K>=0 ldc>=1'),
     ('gemm_batched', {}, f'M>=0 N>=0 K>=0 ldc>=1 {SHAPE}'),
+    ('gemm_narrow', {'bits': 14}, f'M>=0 N>=0 K>=0 ldc>=1 bits>=2 bits<=24 promote>=0 {SHAPE}'),
     ('matmul_double', {}, f'M>=0 N>=0 K>=0 ldy>=1 {SHAPE}'),
     ('linear_backward', {}, 'R>=0 O>=0 I>=0'),
     ('linear_activation linear_activation_backward', {}, 'R>=0 O>=0 I>=0 activation>=0 activation<=2'),

@@ -41,8 +41,8 @@ from transformer import train as transformer_train
 from transformer import translate as transformer_translate
 
 NAMES = ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
-# blocks, none, both at once, and some operands that stay as they are
-RECIPES = ('mxfp8', 'hifp8', 'mxfp4:scale=even:block=16',
+# blocks, none, both at once, sums of other precision, and some operands that stay as they are
+RECIPES = ('mxfp8', 'hifp8', 'mxfp4:scale=even:block=16', 'bf16:accumulate=24:promote=16',
            'fwd.x=mxfp4,dgrad.g=bf16,wgrad=mxfp8,qk.q=hifp8,pv=mxfp4,dk.ds=mxfp8,dv=fp16')
 
 

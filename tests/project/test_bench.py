@@ -909,8 +909,8 @@ def test_the_gpu_check_names_what_it_lacks(monkeypatch):
 def test_the_gpu_check_runs_every_test_file_that_covers_the_library():
     commands = [str(word) for part in ('ops', 'plans', 'programs') for step in gpu_check.PARTS[part].steps(False)
                 for word in step.command]
-    for name in ('table', 'ops', 'kernels', 'strided', 'formats', 'bf16', 'packed_gru', 'scaled_formats', 'hadamard', 'optim',
-                 'plan', 'mlp_step', 'ndarray', 'gpu'):
+    for name in ('table', 'ops', 'kernels', 'strided', 'formats', 'bf16', 'packed_gru', 'scaled_formats', 'hadamard',
+                 'narrow_sums', 'optim', 'plan', 'mlp_step', 'ndarray', 'gpu'):
         assert any(word.endswith(f'test_{name}.py') for word in commands), name
     plan = gpu_check.PARTS['plans'].steps(False)[0]
     assert plan.environment['PYOPS_SYNC'] == '1'        # a fault is raised by the call that caused it, as test_plan expects
