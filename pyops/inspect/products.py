@@ -24,6 +24,8 @@ from pyops.inspect.choice import select
 from pyops.inspect.compare import TOP, parse_formats
 from pyops.inspect.known import Joint
 from pyops.inspect.logs import TAGS, Entry, LogError, Logs
+from pyops.inspect.pieces import PIECE, has_one_scale
+from pyops.inspect.readers import flat
 from pyops.inspect.statistics import decibels
 from pyops.inspect.tables import Column, cut, cut_name, finite, has_runs, name_of, number, print_skipped, worst_first, write
 from pyops.inspect.workers import is_worth_processes, workers
@@ -157,8 +159,8 @@ def measure(pairs: Iterable[Pair], fmts: Sequence[Format | None], rows: int = RO
     accumulation: of the rounded products; None: sums in float64, as of the exact ones
     known: products of earlier commands; receives the others
     work: a map in order, such as the one of workers();  progress: wraps its results
-    The operands of one product are in memory, with one rounded copy of the right one and the rows of the left one that are
-    needed, in each format.
+    In memory are the lines of one product that are needed, in each format, and the operands.  A large operand whose rows are
+    summed over is read row by row.  A format that depends on more than a line needs the whole operand and a rounded copy.
     """
     found: list[Row] = []
     skipped: list[tuple[str, str]] = []
@@ -224,60 +226,97 @@ def _accumulation(pair, default):
 def _measure(job):
     """Return {(format, format): _Sums}."""
     pair, fmts, limit, masks, accumulation, _ = job
-    left, right = _matrix(pair.left), _matrix(pair.right)
-    along_left, along_right = _sum_axes(pair, left, right)
-    chosen = _chosen_rows(pair, len(left) if along_left else left.shape[1], limit, masks)
-
-    def rows_of(fmt):                                           # (rows, n), n the axis that is summed over
-        rounded = _rounded(left, fmt, along_left)
-        return rounded[chosen] if along_left else rounded[:, chosen].T
-
-    rows, exact_rows = {fmt: rows_of(fmt) for fmt in fmts}, rows_of(None).astype(np.float64)
+    along_left, along_right = _sum_axes(pair, _shape(pair.left), _shape(pair.right))
+    left, right = _matrix(pair.left, along_left), _matrix(pair.right, along_right)
+    chosen = _chosen_rows(pair, left.shape[1 - along_left], limit, masks)
+    parts = {fmt: _Lines(left, fmt, along_left).take(chosen) for fmt in fmts}                   # (rows, n), n is summed over
+    exact_rows = _Lines(left, None, along_left).take(chosen).astype(np.float64)
     sums = {key: _Sums() for key in itertools.product(fmts, fmts)
             if can_multiply(*key) and (key != (None, None) or accumulation)}
     columns = right.shape[1 - along_right]
     width = max(1, _TILE // max(1, len(chosen), exact_rows.shape[1]))
     for fmt in fmts:
-        rounded = _rounded(right, fmt, along_right)
+        exact_lines, lines = (_Lines(right, one, along_right) for one in (None, fmt))
         for first in range(0, columns, width):
-            exact_part, part = (_columns(array, along_right, first, width) for array in (right, rounded))
+            which = slice(first, min(first + width, columns))
+            exact_part, part = (np.ascontiguousarray(one.take(which).T, np.float64) for one in (exact_lines, lines))
             with np.errstate(all='ignore'):                     # NaN and infinities are counted
                 exact = exact_rows @ exact_part
                 for left_fmt in fmts:
                     if (left_fmt, fmt) in sums:
                         how = _accumulation((left_fmt, fmt), accumulation)
-                        sums[left_fmt, fmt].add(exact, multiply(rows[left_fmt].astype(np.float64), part, how), chosen, first)
+                        sums[left_fmt, fmt].add(exact, multiply(parts[left_fmt].astype(np.float64), part, how), chosen, first)
     return sums
 
 
-def _matrix(entries):
-    """Return saved tensors as one float32 matrix: their leading axes by the last one."""
-    arrays = [entry.load() for entry in entries]
-    arrays = [array.reshape(math.prod(array.shape[:-1]), array.shape[-1] if array.ndim else 1) for array in arrays]
-    if len({array.shape[1] for array in arrays}) > 1:
+def _shape(entries):
+    """Return the shape of saved tensors as one matrix: their leading axes by the last one."""
+    columns = {entry.shape[-1] if entry.shape else 1 for entry in entries}
+    if len(columns) > 1:
         raise LogError(f'{printable(entries[0].path)}: its time steps have different sizes; save the tensors again')
+    return sum(math.prod(entry.shape[:-1]) for entry in entries), columns.pop()
+
+
+def _matrix(entries, along):
+    """Return saved tensors as one float32 matrix, or as _FileRows if it is large and its rows are summed over.
+    along: the axis that the product sums over"""
+    shape = _shape(entries)
+    if along and len(entries) == 1 and math.prod(shape) > PIECE:
+        with entries[0].reading():
+            file = flat(entries[0].path, entries[0].key)
+        if file is not None and file.size == math.prod(shape):
+            return _FileRows(entries[0], file, shape)
+    arrays = [entry.load().reshape(-1, shape[1]) for entry in entries]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _rounded(x, fmt, axis):
-    return x if fmt is None else np.asarray(formats.fake_quantize(x, fmt, axis))
+class _FileRows(NamedTuple):
+    """A matrix in a file, whose rows are read when they are needed."""
+    entry: Entry
+    file: Any
+    shape: tuple[int, int]
+
+    def rows(self, which: slice | np.ndarray) -> np.ndarray:
+        columns = self.shape[1]
+        ranges = ([(which.start, which.stop)] if isinstance(which, slice) else [(row, row + 1) for row in which.tolist()])
+        with self.entry.reading():
+            parts = [self.file.read(start * columns, stop * columns) for start, stop in ranges]
+        return np.concatenate([np.zeros(0, np.float32), *parts]).reshape(-1, columns)
 
 
-def _columns(array, along, first, width):
-    """Return columns of the right operand as float64 (n, width)."""
-    part = array[first:first + width].T if along else array[:, first:first + width]
-    return np.ascontiguousarray(part, np.float64)
+class _Lines:
+    """The lines of a matrix along the axis that a product sums over, rounded.  Lines are rounded when they are taken, unless
+    the format depends on more than its own line."""
+
+    def __init__(self, matrix: np.ndarray | _FileRows, fmt: Format | None, along: int) -> None:
+        self.matrix, self.fmt, self.along = matrix, fmt, along
+        if fmt and not _is_by_line(fmt):
+            whole = matrix.rows(slice(0, matrix.shape[0])) if isinstance(matrix, _FileRows) else matrix
+            self.matrix, self.fmt = np.asarray(formats.fake_quantize(whole, fmt, along)), None
+
+    def take(self, which: slice | np.ndarray) -> np.ndarray:
+        """Return some lines (lines, n)."""
+        x = (self.matrix.rows(which) if isinstance(self.matrix, _FileRows) else
+             self.matrix[which] if self.along else self.matrix[:, which])
+        x = x if self.fmt is None else np.asarray(formats.fake_quantize(x, self.fmt, self.along))
+        return x if self.along else x.T
+
+
+def _is_by_line(fmt):
+    """Return whether a line along the axis is rounded in the same way without the rest of the tensor."""
+    is_block = not fmt.is_scaled or isinstance(fmt.option('block'), int) or fmt.option('block') == 'axis'
+    return is_block and not fmt.is_stochastic and not has_one_scale(fmt)
 
 
 def _sum_axes(pair, left, right):
-    """Return the axes of both operands that the product sums over.  LogError if their sizes differ."""
+    """Return the axes of both operands, of these shapes, that the product sums over.  LogError if their sizes differ."""
     if pair.product == 'wgrad':
         axes = 0, 0
     else:
         stored = _inputs_axis(pair.right[0])
         stored = stored if pair.product == 'fwd' else 1 - stored
-        axes = 1, stored if right.shape[stored] == left.shape[1] else 1 - stored
-    if left.shape[axes[0]] != right.shape[axes[1]]:
+        axes = 1, stored if right[stored] == left[1] else 1 - stored
+    if left[axes[0]] != right[axes[1]]:
         raise LogError(f'{printable(pair.entry.path)}: {pair.left[0].name} {pair.left[0].shape} and {pair.right[0].name} '
                        f'{pair.right[0].shape} of {printable(pair.entry.layer)} are not the operands of {pair.product}')
     return axes

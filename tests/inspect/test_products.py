@@ -9,7 +9,7 @@ from dumps import make_dump
 from pyops import __main__, backend, formats
 from pyops.errors import UserError
 from pyops.inspect import products
-from pyops.inspect.logs import Logs
+from pyops.inspect.logs import Entry, Logs
 from pyops.inspect.writer import Writer
 from pyops.quantization import Recipe
 
@@ -239,6 +239,27 @@ def test_only_pairs_that_a_recipe_can_have_are_ranked(dump, run):
     lines = run(dump, '--formats', ','.join(texts[:2]))[1].splitlines()
     start = lines.index('fwd: SQNR dB of all layers; down: x, across: w')
     assert [line.split()[1:].count('-') for line in lines[start + 2:start + 4]] == [1, 1]
+
+
+def test_large_operands_are_read_in_rows_with_the_same_result(tmp_path, run, monkeypatch):
+    rng = np.random.default_rng(9)
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (
+        ('input', (300, 64)), ('weight', (70, 64)), ('grad_output', (300, 70)), ('grad_input', (300, 64)))}
+    write_layer(tmp_path, tensors)
+    text = 'none,mxfp8,int8,nvfp4,fp8:hadamard=16,mxfp8:block=32x32,mxfp4:round=stochastic,hifp8:amax_target=224'
+    monkeypatch.setenv('PYOPS_CACHE', '0')
+    whole = json.loads(run(tmp_path, '--formats', text, '--json')[1])['products']
+    loaded, load = [], Entry.load
+    monkeypatch.setattr(products, 'PIECE', 100)
+    monkeypatch.setattr(products, '_TILE', 1 << 12)
+    monkeypatch.setattr(Entry, 'load', lambda entry: loaded.append(entry.name) or load(entry))
+    parts = json.loads(run(tmp_path, '--formats', text, '--json')[1])['products']
+    keys = 'product', 'formats', 'overflow', 'values'
+    whole, parts = (sorted(rows, key=lambda row: str([row[key] for key in keys])) for rows in (whole, parts))
+    for one, other in zip(whole, parts, strict=True):
+        assert [one[key] for key in keys] == [other[key] for key in keys]
+        assert abs(one['sqnr_db'] - other['sqnr_db']) < 1e-9 and one['worst'] == pytest.approx(other['worst'], rel=1e-9)
+    assert sorted(set(loaded)) == ['grad_output', 'input', 'weight'] and len(loaded) == 3       # dgrad.w; wgrad.g, wgrad.x
 
 
 def test_sums_of_few_bits_are_those_of_training():
