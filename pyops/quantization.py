@@ -196,7 +196,8 @@ def _check_products(chosen):
     """UserError if the rounded operands of a product have options that do not go together.
     chosen: {operand: Format or None}"""
     rounded = {id(fmt): fmt for fmt in chosen.values() if fmt}          # few: a term gives its operands the same one
-    if len({(fmt.option('hadamard'), fmt.option('signs')) for fmt in rounded.values()}) < 2:
+    options = [name for names in _OF_PRODUCTS for name in names]
+    if len({tuple(map(fmt.option, options)) for fmt in rounded.values()}) < 2:
         return
     for product in _PRODUCTS:
         found = [(operand, chosen[operand]) for operand in SELECTORS[product] if chosen.get(operand)]
