@@ -59,8 +59,9 @@ def wide(shape, seed=0):
 @pytest.mark.parametrize(('bits', 'promote'), [(14, 0), (14, 128), (14, 7), (8, 40), (24, 0), (2, 3)])
 def test_sums_of_few_bits_by_the_definition(bits, promote):
     a, b = wide((3, 141), bits), wide((141, 17), promote)
-    want = [[by_definition(row, column, bits, promote) for column in b.T] for row in a]
-    assert narrow(a, b, bits=bits, promote=promote).tolist() == np.array(want).tolist()
+    some = [0, 7, 15, 16]                           # columns: of two tiles
+    want = [[by_definition(row, b[:, column], bits, promote) for column in some] for row in a]
+    assert narrow(a, b, bits=bits, promote=promote)[:, some].tolist() == np.array(want).tolist()
 
 
 def test_subnormal_and_large_operands_are_exact():
