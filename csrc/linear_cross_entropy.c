@@ -119,7 +119,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t d = 0; d < (gradients ? D : 0); d += k->NR)
                 pyops_pack_b(k, work + l.w_dx, weight_n, V, D, d, pyops_min(d + k->NR, D));
         }
-        #pragma omp barrier                             /* makes `failed` and the packed weights visible */
+        #pragma omp barrier                             /* every thread reads the same `failed` */
         const int go_on = !failed;
         const int64_t threads = omp_get_num_threads();
         const int64_t across = columns_of_grid(threads, (D + k->NR - 1) / k->NR), down = threads / across;
@@ -175,10 +175,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             }
             #pragma omp single nowait
             for (int64_t r = 0; r < rows; r++) sum += losses[r];
-            if (!gradients) {
-                #pragma omp barrier                     /* the next block overwrites x_b and losses */
-                continue;
-            }
+            if (!gradients) continue;
             /* phase 3 */
             #pragma omp for schedule(static) nowait
             for (int64_t d = 0; d < D; d += k->NR)
@@ -202,8 +199,8 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 }
                 for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i] * D + d, dx_b + i * D + d, factors[i], d1 - d);
             }
-            /* phase 4 */
-            #pragma omp for schedule(dynamic)
+            /* phase 4.  All threads have ended it when the next block has its rows, before it overwrites the logits. */
+            #pragma omp for schedule(dynamic) nowait
             for (int64_t v = 0; v < V; v += COLUMNS) {
                 const int64_t n = pyops_min(COLUMNS, V - v);
                 const float *dz = chunk(logits, block, v);

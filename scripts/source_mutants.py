@@ -9,6 +9,7 @@ Results are kept in build/mutants, so a long run can be made in portions.
 """
 import fnmatch
 import json
+import math
 import sys
 import time
 from collections import Counter, defaultdict
@@ -59,7 +60,8 @@ ELSEWHERE = [
 def parser():
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Test the tests of ops with changed C sources.')
     p.add_argument('files', nargs='*', metavar='FILE', help='only these files of csrc/, as in kernels/norm.inc (default: all)')
-    p.add_argument('--seconds', type=non_negative_int, default=60, metavar='N', help='time to run (default %(default)s)')
+    p.add_argument('--seconds', type=non_negative_int, metavar='N',
+                   help='time to run (default: 60, and until all barriers are tried)')
     p.add_argument('--seed', type=non_negative_int, default=1, metavar='N',
                    help='seed of the order of all changes (default %(default)s)')
     p.add_argument('--isa', choices=('generic', 'avx2'), default='avx2',
@@ -73,6 +75,7 @@ def parser():
 
 def main(argv=None):
     args = parser().parse_args(argv)
+    seconds = args.seconds if args.seconds is not None else math.inf if args.barriers else 60
     sys.path[:0] = [str(ROOT), *(str(ROOT / 'tests' / name) for name in ('helpers', 'ops', 'backend', ''))]
     import source_mutants
     from source_mutants import Mutation, Result
@@ -99,8 +102,8 @@ def main(argv=None):
             file.flush()
             if result.outcome in ('survives', 'unreached'):
                 print(f'{result.outcome:9s} : {text_of(result.mutation)}', flush=True)
-            return time.perf_counter() - start > args.seconds
-        if args.seconds:
+            return time.perf_counter() - start > seconds
+        if seconds:
             source_mutants.run(build, reach, todo, note)
     counts = Counter(result.outcome for result in results.values())
     killed = sum(counts[name] for name in source_mutants.KILLED)
@@ -118,8 +121,10 @@ def barrier_text(results, all_barriers):
     """Return the text of the page about barriers."""
     from source_mutants import KILLED
     kept = sorted(r.mutation for r in results.values() if r.outcome not in KILLED)
-    text = f'{len(results) - len(kept)} of {len(results)} removed barriers are found; there are {all_barriers}.'
-    listed = [f'- not found: `{mutation.file}:{mutation.line}`' for mutation in kept]
+    all_known = f'there are {all_barriers}' if len(results) < all_barriers else 'these are all'
+    text = f'{len(results) - len(kept)} of {len(results)} removed barriers are found; {all_known}.'
+    listed = [paragraph(f'`{mutation.file}:{mutation.line}`: {reason_of(mutation) or "not explained"}', '- ')
+              for mutation in kept]
     return '\n'.join([text, *([''] if listed else []), *listed, ''])
 
 
@@ -156,7 +161,7 @@ def table(args, files, results, all_changes):
         f'{counts["equal"]} give equal object code, {counts["invalid"]} do not compile. Of the other {tried}, {killed} are '
         f'killed: {counts["test"]} by a test, {counts["crash"]} by a crash, {counts["time"]} by the limit of time. '
         f'{len(survivors)} survive, {equivalent} of which alter no result; {counts["unreached"]} are in functions that no '
-        f'recorded test runs. So {rates[0]:.1%} of the changes that can alter a result are killed, {rates[1]:.1%} of all.'), '',
+        f'recorded test runs. So {rates[1]:.1%} of all are killed, and {rates[0]:.1%} of those that can alter a result.'), '',
         '| change | tried | killed |', '|---|---|---|']
     by_kind = defaultdict(Counter)
     by_file = defaultdict(Counter)

@@ -13,7 +13,7 @@ from places import on_the_cpu
 from source_mutants import Mutation, Result, mutations_of
 
 from scripts.coverage import REASONS
-from scripts.source_mutants import ELSEWHERE, EQUIVALENT, table
+from scripts.source_mutants import ELSEWHERE, EQUIVALENT, barrier_text, table
 
 pytestmark = on_the_cpu
 REQUIRE = 'REQUIRE(n >= 0, "n=%d, expected a + b", n + 1);'
@@ -167,7 +167,16 @@ def test_survivors_that_change_no_result_are_not_counted_against_the_tests():
     assert '10 of 1000 possible changes (seed 1) of 3 files, on avx2: 0 give equal object code, 1 do not compile.' in words
     assert 'Of the other 9, 6 are killed: 5 by a test, 1 by a crash, 0 by the limit of time.' in words
     assert '3 survive, 1 of which alter no result; 1 are in functions that no recorded test runs.' in words
-    assert 'So 75.0% of the changes that can alter a result are killed, 66.7% of all.' in words
+    assert 'So 66.7% of all are killed, and 75.0% of those that can alter a result.' in words
     parts = 'alter no result:', 'copies of rows', 'do not have:', 'without memory', 'without an explanation:', 'csrc/rnn.c:'
     assert [text.index(part) for part in parts] == sorted(text.index(part) for part in parts)
     assert max(map(len, text.splitlines())) <= 128
+
+
+def test_barriers_that_no_test_misses_are_listed_with_their_reason():
+    kept = result_of('linear_cross_entropy.c', 'reads the same `failed`', '#pragma omp barrier', '', 'survives')
+    found = [result_of('rnn.c', '#pragma omp barrier', '#pragma omp barrier', '', outcome) for outcome in ('test', 'invalid')]
+    results = {number: result for number, result in enumerate([kept, found[0]])}
+    assert barrier_text(results, 5).startswith('1 of 2 removed barriers are found; there are 5.\n\n- `linear_cross_entropy.c:')
+    assert barrier_text(results, 2).startswith('1 of 2 removed barriers are found; these are all.\n')
+    assert 'without memory' in barrier_text(results, 2) and 'not explained' in barrier_text({0: found[1]}, 1)
