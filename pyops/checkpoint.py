@@ -136,11 +136,16 @@ def _read(path):
 
 def _mapped(path, header, start):
     """Return the tensors of a file as views of its memory; None if one has a dtype that NumPy lacks.   ValueError if a header
-    contradicts itself"""
+    contradicts itself.   MemoryError if it cannot be mapped: it is not damaged, and an older checkpoint would be no remedy"""
     if any(tensor['dtype'] not in _DTYPES for tensor in header.values()):
         return None
     with open(path, 'rb') as file:
-        memory, found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), {}
+        try:
+            memory, found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), {}
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise MemoryError(f'{path} cannot be mapped') from error
     for key, tensor in header.items():
         (first, end), dtype, shape = tensor['data_offsets'], np.dtype(_DTYPES[tensor['dtype']]), tuple(tensor['shape'])
         if end - first != math.prod(shape) * dtype.itemsize or first < 0 or start + end > len(memory):

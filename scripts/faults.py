@@ -3,6 +3,7 @@
     python -m scripts.faults --rounds 200 --save     --save also writes the counts to docs/reliability.md
 """
 import contextlib
+import functools
 import io
 import os
 import random
@@ -20,6 +21,7 @@ from scripts.totals import PAGE, ROOT, write
 
 PROGRAM = 'scripts.faults'
 KILL, CUT, FILE, MEMORY = 'SIGKILL', 'power cut', 'a file call fails', 'an allocation fails'
+THREADS, WRITES = 'an allocation fails, with two threads', 'a write or a mapping of a file fails'
 
 
 def forked(call, kill_after=None):
@@ -125,8 +127,10 @@ def run(rounds, seed):
                 tried[kind] += 1
                 wrong[kind] += not is_equal
     with tempfile.TemporaryDirectory(prefix='pyops_faults_') as work:
-        if (failed := faults.fail_allocations(Path(work))) is not None:
-            tried[MEMORY] = failed
+        for kind, fail in ((MEMORY, faults.fail_allocations), (THREADS, functools.partial(faults.fail_allocations, threads=2)),
+                           (WRITES, faults.fail_writes_and_mappings)):
+            if (failed := fail(Path(work))) is not None:
+                tried[kind] = failed
     return tried, wrong
 
 

@@ -10,6 +10,7 @@ The kernel that gathers a batch reads its sentences from the mapped file.  All p
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 from collections import Counter
@@ -88,6 +89,8 @@ class Packed:
             try:
                 array = np.load(path, mmap_mode='r')
             except Exception as error:      # numpy parses the header with Python's tokenizer, which raises its own errors
+                if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                    raise MemoryError(f'{path} cannot be mapped') from error
                 raise UserError(f'{path}: cannot be mapped ({error}); pack the corpus again') from error
             dtype = np.int64 if table.endswith('starts') else np.int32
             if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:

@@ -6,7 +6,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from faults import CALLS, Fault, PowerCut, fail_allocations, remains, tensors_of, train
+from faults import CALLS, Fault, PowerCut, fail_allocations, fail_writes_and_mappings, remains, tensors_of, train
 from places import on_the_cpu
 
 from pyops.errors import UserError
@@ -15,14 +15,25 @@ pytestmark = on_the_cpu
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='preloads a library as Linux does: run it there')
-def test_each_allocation_of_a_kernel_fails_once_with_an_error_and_the_next_call_is_right(tmp_path):
-    if (failed := fail_allocations(tmp_path)) is None:
+preloads = pytest.mark.skipif(not sys.platform.startswith('linux'), reason='preloads a library as Linux does: run it there')
+
+
+@preloads
+@pytest.mark.parametrize('threads, least', [(1, 50), (2, 10)])
+def test_each_allocation_of_a_kernel_fails_once_with_an_error_and_the_next_call_is_right(threads, least, tmp_path):
+    if (failed := fail_allocations(tmp_path, threads)) is None:
         pytest.skip('needs a C compiler: set CC')
-    assert failed > 50
+    assert failed > least
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
+
+@preloads
+def test_each_write_and_mapping_of_a_file_fails_once_with_one_line_and_the_next_try_has_the_same_bits(tmp_path):
+    if (failed := fail_writes_and_mappings(tmp_path)) is None:
+        pytest.skip('needs a C compiler: set CC')
+    assert failed > 50
+
 
 def test_each_file_call_of_a_run_fails_once_and_the_resumed_run_equals_an_undisturbed_one(tmp_path, monkeypatch, capsys):
     rescue = tmp_path / 'rescue'
