@@ -72,10 +72,11 @@ def test_a_resumed_run_with_other_bits_is_counted(monkeypatch):
         yield from [(kind, n % 2 == 0) for n in range(rounds)]
     monkeypatch.setattr(sys, 'path', [*sys.path, os.fspath(ROOT / 'tests' / 'helpers')])
     import faults as helper
-    monkeypatch.setattr(helper, 'fail_allocations', lambda folder: 7)
+    monkeypatch.setattr(helper, 'fail_allocations', lambda folder, threads=1: 7 * threads)
+    monkeypatch.setattr(helper, 'fail_writes_and_mappings', lambda folder: 5)
     monkeypatch.setattr(faults, 'kills', lambda rounds, *_: results(faults.KILL, rounds))
     monkeypatch.setattr(faults, 'file_faults', results)
     tried, wrong = faults.run(4, 0)
-    assert tried == {faults.KILL: 4, faults.CUT: 4, faults.FILE: 4, faults.MEMORY: 7}
+    assert tried == {faults.KILL: 4, faults.CUT: 4, faults.FILE: 4, faults.MEMORY: 7, faults.THREADS: 14, faults.WRITES: 5}
     assert wrong == {faults.KILL: 2, faults.CUT: 2, faults.FILE: 2}
-    assert '19 faults (seed 0):' in faults.table(tried, wrong, 0) and '| power cut | 4 | 2 |' in faults.table(tried, wrong, 0)
+    assert '38 faults (seed 0):' in faults.table(tried, wrong, 0) and '| power cut | 4 | 2 |' in faults.table(tried, wrong, 0)
