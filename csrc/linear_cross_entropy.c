@@ -68,16 +68,16 @@ static int64_t columns_of_grid(int64_t threads, int64_t most) {
     return columns;
 }
 
-int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t is_bf16) {
-    (void)is_bf16;
+int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t is_bf16, int32_t tf32) {
+    (void)is_bf16, (void)tf32;
     return make_layout(pyops_active(), R, D, V, gradients).total;
 }
 
 pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
                                         const float *dloss, const float *x, const float *weight, const float *bias,
                                         const int32_t *labels, float *work, int64_t R, int64_t D, int64_t V, int32_t ignore,
-                                        float smoothing, void *stream) {
-    (void)stream;
+                                        float smoothing, int32_t tf32, void *stream) {
+    (void)tf32, (void)stream;
     pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, dloss, R, D, V, smoothing);
     const int gradients = dx != NULL, adds = dloss != NULL;
     if (!status) status = pyops_count_valid(valid, "linear_cross_entropy", labels, R, V, ignore);

@@ -875,6 +875,7 @@ PYOPS_API pyops_status pyops_cross_entropy_backward(
 /* ---- output layer fused with masked softmax cross entropy ---------------------------------
  * logits = x weight' + bias, then the loss above.  Only valid rows are computed, in blocks of rows that stay in cache; all
  * logits are never in memory at once (a GPU keeps up to 1 GiB of them in `work`; if x is bfloat16, of exponentials in 16 bits).
+ * tf32 not 0: `work` has room for products by wgmma.  A GPU then uses it if the precision is TF32 at the time of the call.
  * The gradients are computed in the same call, while a block is in cache:   dx (R,D) overwritten, 0 in masked rows;
  * dweight (V,D), dbias (V).
  * dloss (1): the upstream gradient, read from memory;  dweight and dbias accumulate.
@@ -888,9 +889,9 @@ PYOPS_API pyops_status pyops_linear_cross_entropy(
     float *loss, int32_t *valid, pyops_real *dx, float *dweight, float *dbias,
     const float *dloss, const pyops_real *x, const pyops_real *weight, const float *bias, const int32_t *labels,
     float *work,
-    int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream);
+    int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, int32_t tf32, void *stream);
 PYOPS_API int64_t pyops_linear_cross_entropy_work(              /* is_bf16: whether x is bfloat16 */
-    int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t is_bf16);
+    int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t is_bf16, int32_t tf32);
 
 /* ---- argmax of the output layer ------------------------------------------------------
  * index[r] = the first v with the largest logits[r,v], logits = x weight' + bias; NaN is largest.

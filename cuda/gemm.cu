@@ -148,10 +148,11 @@ static constexpr int64_t side_of(Size size) { return size == Size::large ? 128 :
 
 static constexpr int64_t PART = 64, MOST_PARTS = 32;            // parts of K are multiples of PART
 
-// The number of parts that fit in the workspace.  1 if there are fewer tickets than tiles of side x side sums, the smallest.
-static int64_t most_parts(int64_t M, int64_t N, int64_t side) {
+// The number of parts that fit in `room` floats.  1 if there are fewer tickets than tiles of side x side sums, the smallest.
+static constexpr int64_t WORK_FLOATS = PYOPS_WORKSPACE / sizeof(float);
+static int64_t most_parts(int64_t M, int64_t N, int64_t side, int64_t room = WORK_FLOATS) {
     if (blocks_for(M, side) * blocks_for(N, side) > TICKETS) return 1;
-    return std::min<int64_t>(MOST_PARTS, PYOPS_WORKSPACE / sizeof(float) / (M * (N + 1)));       // and sums of rows of a
+    return std::min<int64_t>(MOST_PARTS, room / (M * (N + 1)));         // and sums of rows of a
 }
 
 // With split-K the last block of a tile waits for the others, then reads the parts of its sums, 64 bytes a cycle.
@@ -261,7 +262,7 @@ static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits
     int64_t at_once = std::min(products, std::max<int64_t>(1, INT32_MAX / (most_tiles * splits)));
     Work work = work_of(splits, K);
     if (splits > 1) {
-        const int64_t room = PYOPS_WORKSPACE / sizeof(float) / (M * (N + 1) * splits);
+        const int64_t room = WORK_FLOATS / (M * (N + 1) * splits);
         at_once = std::min({at_once, room, std::max<int64_t>(1, TICKETS / most_tiles)});
         work.parts = static_cast<float *>(pyops_workspace(sizeof(float) * M * (N + 1) * splits * at_once));
         work.tickets = pyops_tickets();
@@ -347,12 +348,12 @@ static double hopper_cycles(int64_t splits, int64_t M, int64_t N, int64_t K, boo
     return std::min(tiles(256), tiles(128));
 }
 
-static int64_t best_hopper_splits(int64_t M, int64_t N, int64_t K) {
-    const int64_t most = std::min(most_parts(M, N, 64), K / 512);         // two tickets for each tile of 128 x 128
+static int64_t best_hopper_splits(int64_t M, int64_t N, int64_t K, bool is_bf16, int64_t room = WORK_FLOATS) {
+    const int64_t most = std::min(most_parts(M, N, 64, room), K / 512);   // two tickets for each tile of 128 x 128
     int64_t best = 1;
     for (int64_t splits = 2; splits <= most; splits++)
-        if (hopper_cycles(splits, M, N, K, true) < hopper_cycles(best, M, N, K, true)) best = splits;
-    const int64_t steps = blocks_for<int64_t>(K, 64);
+        if (hopper_cycles(splits, M, N, K, is_bf16) < hopper_cycles(best, M, N, K, is_bf16)) best = splits;
+    const int64_t steps = blocks_for<int64_t>(K, is_bf16 ? 64 : 32);
     return blocks_for(steps, blocks_for(steps, best));                 // no part is empty
 }
 
@@ -481,8 +482,15 @@ static double least_bf16_cycles(const RealProduct &g) {
 template <class Out> static double best_hopper_cycles(const RealProduct &g, Out *c) {
     const RowProduct<bf16, Out> p = row_product(g, c);
     if (!g.K || g.a.is_float || g.b.is_float || p.lda < 0 || p.ldb < 0 || !hopper_product_fits(p)) return INFINITY;
-    const double cycles = hopper_cycles(best_hopper_splits(g.M, g.N, g.K), g.M, g.N, g.K, true);
+    const double cycles = hopper_cycles(best_hopper_splits(g.M, g.N, g.K, true), g.M, g.N, g.K, true);
     return cycles > least_bf16_cycles(g) ? INFINITY : cycles;
+}
+
+// parts: room for the parts of c, if there are several
+template <class Element, class Out>
+static cudaError_t launch_hopper(RowProduct<Element, Out> p, int64_t splits, float *parts, cudaStream_t stream) {
+    if (splits > 1) p.splits = splits, p.parts = parts, p.tickets = pyops_tickets();
+    return splits > 1 && (!p.parts || !p.tickets) ? cudaErrorMemoryAllocation : hopper_product(p, stream);
 }
 
 template <class Out>
@@ -490,9 +498,8 @@ static cudaError_t launch_bf16_hopper(const RealProduct &g, Out *c, cudaStream_t
     RowProduct<bf16, Out> p = row_product(g, c);
     *row_sums_added = g.row_sums && !g.limit.count && hopper_sums_rows(p);
     p.row_sums = *row_sums_added ? g.row_sums : nullptr;
-    p.splits = best_hopper_splits(g.M, g.N, g.K);
-    p.parts = room_for_parts(p.splits, g.M, g.N), p.tickets = p.splits > 1 ? pyops_tickets() : nullptr;
-    return p.splits > 1 && (!p.parts || !p.tickets) ? cudaErrorMemoryAllocation : hopper_product(p, stream);
+    const int64_t splits = best_hopper_splits(g.M, g.N, g.K, true);
+    return launch_hopper(p, splits, room_for_parts(splits, g.M, g.N), stream);
 }
 
 static double best_hopper_cycles(const RealProduct &g) {
@@ -509,8 +516,24 @@ cudaError_t real_product(const RealProduct &g, cudaStream_t stream) {
     bool row_sums_added;
     return real_product(g, stream, &row_sums_added);
 }
+cudaError_t tf32_product(const RowProduct<float> &g, cudaStream_t stream) {
+    const int64_t splits = best_hopper_splits(g.M, g.N, g.K, false);
+    return launch_hopper(g, splits, room_for_parts(splits, g.M, g.N), stream);
+}
 
 namespace {
+// The converted operands share the workspace, half each: c is computed in rectangles with as many rows and columns as fit.
+template <class Element> static constexpr int64_t HALF = PYOPS_WORKSPACE / sizeof(Element) / 2;
+static int64_t converted_ld(int64_t K) { return round_up<int64_t>(K, 8); }
+
+// The number of parts of K: their sums need room behind the operands.
+template <class Element> static int64_t converted_splits(int64_t M, int64_t N, int64_t K) {
+    const int64_t a = M * converted_ld(K), b = N * converted_ld(K);
+    if (a > HALF<Element> || b > HALF<Element>) return 1;
+    const int64_t room = (PYOPS_WORKSPACE - (a + b) * sizeof(Element)) / sizeof(float);
+    return best_hopper_splits(M, N, K, std::is_same_v<Element, bf16>, room);
+}
+
 // For large products it pays to convert the operands first, into rows along K, because wgmma is then available.
 // Depends only on the sizes of one product, like best_splits.
 static bool worth_converting(int64_t M, int64_t N, int64_t K, Precision precision) {
@@ -518,15 +541,17 @@ static bool worth_converting(int64_t M, int64_t N, int64_t K, Precision precisio
     const bool is_bf16 = precision == Precision::bf16;
     const int64_t processors = pyops_multiprocessors();
     const double passes = 6000 + (is_bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors); // 20 bytes per cycle
-    return passes + hopper_cycles(1, M, N, K, is_bf16) < least_cycles(best_splits(M, N, K, precision), M, N, K, precision);
+    const int64_t splits = is_bf16 ? converted_splits<bf16>(M, N, K) : converted_splits<float>(M, N, K);
+    return passes + hopper_cycles(splits, M, N, K, is_bf16) < least_cycles(best_splits(M, N, K, precision), M, N, K, precision);
 }
 
-// The converted operands share the workspace, half each: c is computed in rectangles with as many rows and columns as fit.
 template <class Element> static cudaError_t launch_converted(const Product &g, cudaStream_t stream) {
-    constexpr int64_t HALF = PYOPS_WORKSPACE / sizeof(Element) / 2;
-    const int64_t ld = round_up<int64_t>(g.K, 8), rows = std::min(g.M, HALF / ld), columns = std::min(g.N, HALF / ld);
-    Element *a = static_cast<Element *>(pyops_workspace(PYOPS_WORKSPACE)), *b = a + HALF;
+    const int64_t ld = converted_ld(g.K), rows = std::min(g.M, HALF<Element> / ld), columns = std::min(g.N, HALF<Element> / ld);
+    const int64_t splits = converted_splits<Element>(g.M, g.N, g.K);
+    Element *const a = static_cast<Element *>(pyops_workspace(PYOPS_WORKSPACE));
     if (!a) return cudaErrorMemoryAllocation;
+    Element *const b = a + rows * ld;
+    float *const parts = reinterpret_cast<float *>(b + columns * ld);
     Launches launches;
     for (int64_t n = 0; n < g.N; n += columns) {
         const int64_t N = std::min(columns, g.N - n);
@@ -537,7 +562,7 @@ template <class Element> static cudaError_t launch_converted(const Product &g, c
             RowProduct<Element> part = {g.c + m * g.ldc + n, a,     b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld,
                                         g.accumulate,        g.relu};
             part.gate = g.gate ? g.gate + m * g.ldc + n : nullptr;
-            launches << hopper_product(part, stream);
+            launches << launch_hopper(part, splits, parts, stream);
         }
     }
     return launches.error;
@@ -625,7 +650,7 @@ static bool best_group(Size *size, const AnyProduct *p, int count) {
         floats += splits > 1 ? M * (N + 1) * splits : 0;
         tiles += blocks_of(Size::small, 1, M, N);
     }
-    if (floats > int64_t(PYOPS_WORKSPACE / sizeof(float)) || tiles > TICKETS) return false;
+    if (floats > WORK_FLOATS || tiles > TICKETS) return false;
     double best = alone;
     for (const Size each : {Size::small, Size::medium}) {
         double longest = 0, total = 0, parts = 0;

@@ -144,8 +144,8 @@ DEVICE void write_sums(Out *to, const int32_t *scatter, int64_t ldc, int64_t M, 
 }
 
 // The same for exponentials, from tile number `tile` on.
-template <int TN>
-DEVICE void write_tile_exponentials(const Exponentials &to, float (&sum)[TN / 2], int64_t M, int64_t row, int64_t tile) {
+template <int TN, class Exp>
+DEVICE void write_tile_exponentials(const Exponentials<Exp> &to, float (&sum)[TN / 2], int64_t M, int64_t row, int64_t tile) {
     constexpr int COUNT = EXP_TILE / 2;
 #pragma unroll
     for (int wide = 0; wide < TN / EXP_TILE; wide++) {
@@ -442,7 +442,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                 if (has_rows) RowSums::add_parts(g, at.m * TM + group * BLOCK);
                 read_sums<TN>(sum, g.parts, g.splits, g.M, M, g.N, row, column);
             }
-            if constexpr (std::is_same_v<typename S::Out, Exp16>) {
+            if constexpr (IS_EXP<typename S::Out>) {
                 write_tile_exponentials<TN>(g.exps, sum, M, row, at.n * TN / EXP_TILE);
             } else {
                 if (first_row >= M) continue;
@@ -512,7 +512,7 @@ template <class S> static cudaError_t launch(const RowProduct<typename S::Elemen
     const bool in_pairs = has_clusters(rows, columns, clusters);
     CUtensorMap a_map, b_map, c_map = {}, activated_map = {};
     Launches launches;
-    const bool c_has_map = !std::is_same_v<typename S::Out, Exp16> && hopper_has_map(g);
+    const bool c_has_map = !IS_EXP<typename S::Out> && hopper_has_map(g);
     launches << make_map<S::A_K, S::TK>(&a_map, g.a, g.M, g.K, g.lda, TM)
              << make_map<S::B_K, S::TK>(&b_map, g.b, g.N, g.K, g.ldb, in_pairs ? S::TN / 2 : S::TN);
     if (c_has_map) launches << make_result_map(&c_map, g.c, g);
@@ -546,7 +546,7 @@ template <class Element, class Out> cudaError_t hopper_product(const RowProduct<
         if (g.activation.result) return launch_best<Activating<256>, Activating<128>>(g, stream);
         if (g.activation.at) return launch_best<Differentiating<256>, Differentiating<128>>(g, stream);
     }
-    if constexpr (sizeof(Element) == 2 && !std::is_same_v<Out, Exp16>) {
+    if constexpr (sizeof(Element) == 2 && !IS_EXP<Out>) {
         if (!g.a_k) return g.b_k ? launch_layout<false, true>(g, stream) : launch_layout<false, false>(g, stream);
         if (!g.b_k) return launch_layout<true, false>(g, stream);
     }
@@ -563,3 +563,4 @@ template cudaError_t hopper_product(const RowProduct<bf16> &, cudaStream_t);
 template cudaError_t hopper_product(const RowProduct<bf16, bf16> &, cudaStream_t);
 template cudaError_t hopper_product(const RowProduct<bf16, Exp16> &, cudaStream_t);
 template cudaError_t hopper_product(const RowProduct<float> &, cudaStream_t);
+template cudaError_t hopper_product(const RowProduct<float, Exp32> &, cudaStream_t);

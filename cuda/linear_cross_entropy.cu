@@ -29,6 +29,12 @@
 //   dlogits     replaces the exponentials by the gradient of the logits, in bfloat16; sums its columns: dbias.  A block has a
 //               tile of words and a part of the rows; the last block of a tile adds the sums of the parts, in order
 //   dx, dweight gemm.cu's products, with the number of valid rows as their limit
+//
+// With floats rounded to TF32 it is the same on Hopper.  There wgmma reads operands only along K, and does not round.  So all
+// operands are stored rounded, and those of dx and dweight also transposed:
+//
+//   gather      also x_valid'; further blocks write weight and weight'
+//   dlogits     the gradient takes 4 bytes, and so do exponentials (Exp32); also dlogits'
 #include <algorithm>
 #include "compact.cuh"
 #include "device.h"
@@ -84,12 +90,18 @@ struct Call {                                           // arguments of all kern
     Piece *pieces;                                      // (chunk,tiles)
     float *logits;                                      // (chunk,ldv)
     float *parts;                                       // (splits,chunk,D)   of dx; unused if there is only one part
-    // in `work` if x is bfloat16
-    Exp16 *exps;                                        // (chunk,ldv)    NULL without gradients
+    // in `work` if x is bfloat16, or rounded to TF32 for wgmma
+    void *exps;                                         // (chunk,ldv)    Exp16 or Exp32; NULL without gradients
     float *at_label;                                    // (R)            logit of the label; then its probability times scale
     float *wide_bias;                                   // (ldv)          -infinity from V on
     float *bias_parts;                                  // (row_splits,ldv)   of dbias; unused if there is only one part
+    // in `work` for wgmma with TF32, all rounded; those after the first only with gradients
+    float *weight_rows;                                 // (V,ldx)
+    float *weight_t;                                    // (D,ldv)        weight'
+    float *x_t;                                         // (D,ldr)        x_valid'
+    float *dlogits_t;                                   // (V,chunk)      the gradient of the logits, transposed
     int64_t R, D, V, ldx, ldv, tiles;                   // tiles: number of tiles along the vocabulary
+    int64_t ldr;                                        // R rounded up to 64
     int64_t first, chunk;                               // the current chunk: rows first <= p < first + chunk
     int64_t splits, part;                               // dx: number of parts of the vocabulary, and words per part
     int64_t row_splits, row_part;                       // dlogits: number of parts of a chunk, and rows per part
@@ -106,10 +118,37 @@ struct Call {                                           // arguments of all kern
 }
 
 // ---- rows ------------------------------------------------------------------------------------------------------
+DEVICE float rounded(float x) { return __uint_as_float(to_tf32(x)); }
+
+// Round a square of weight to TF32, and transpose it through shared memory.
+static constexpr int SQUARE = 64;
+static int64_t squares_of(const Call &c) { return blocks_for<int64_t>(c.V, SQUARE) * blocks_for<int64_t>(c.D, SQUARE); }
+DEVICE void round_weight(const Call &c, unsigned square) {
+    SHARED(float, numbers, [SQUARE][SQUARE + 1]);
+    const unsigned across = static_cast<unsigned>(blocks_for<int64_t>(c.D, SQUARE));
+    const int64_t v0 = square / across * int64_t(SQUARE), d0 = square % across * int64_t(SQUARE);
+    const int fast = threadIdx.x % SQUARE;
+    for (int slow = threadIdx.x / SQUARE; slow < SQUARE; slow += THREADS / SQUARE) {
+        if (v0 + slow >= c.V || d0 + fast >= c.D) continue;
+        const float x = rounded(c.weight[(v0 + slow) * c.D + d0 + fast]);
+        c.weight_rows[(v0 + slow) * c.ldx + d0 + fast] = x;
+        numbers[slow][fast] = x;
+    }
+    if (!c.weight_t) return;
+    __syncthreads();
+    for (int slow = threadIdx.x / SQUARE; slow < SQUARE; slow += THREADS / SQUARE)
+        if (v0 + fast < c.V && d0 + slow < c.D) c.weight_t[(d0 + slow) * c.ldv + v0 + fast] = numbers[fast][slow];
+}
+
 // One block per GATHER rows.  Each block counts the valid rows before its own, its offset in x_valid: there are few labels.
-template <class T>
-static __global__ void __launch_bounds__(THREADS) gather(Call c, XRows<T> a, FaultRecord *faults, int32_t ignore) {
+// BY_WGMMA: of floats, rounded to TF32; the blocks after the first `blocks` round the weight.
+template <class T, bool BY_WGMMA>
+static __global__ void __launch_bounds__(THREADS)
+    gather(Call c, XRows<T> a, FaultRecord *faults, int32_t ignore, unsigned blocks) {
     wait_for_last_kernel();
+    constexpr bool HAS_EXPS = BY_WGMMA || std::is_same_v<T, bf16>;
+    if constexpr (BY_WGMMA)
+        if (blockIdx.x >= blocks) return round_weight(c, blockIdx.x - blocks);
     SHARED(int, counts, [THREADS / 32]);
     SHARED(int, kept, [GATHER]);
     const int64_t first = blockIdx.x * int64_t(GATHER);
@@ -128,19 +167,32 @@ static __global__ void __launch_bounds__(THREADS) gather(Call c, XRows<T> a, Fau
             c.position[before + place] = static_cast<int32_t>(first + r);
             c.label[before + place] = c.labels[first + r];
         });
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) c.valid[0] = before + n;
-    if constexpr (std::is_same_v<T, bf16>) {
-        for (int64_t v = blockIdx.x * int64_t(THREADS) + threadIdx.x; v < c.ldv; v += gridDim.x * int64_t(THREADS))
+    const bool is_last = blockIdx.x == blocks - 1;
+    if (is_last && threadIdx.x == 0) c.valid[0] = before + n;
+    const int64_t end = before + n, zeros = round_up<int64_t>(end, 64);
+    if constexpr (HAS_EXPS) {
+        for (int64_t v = blockIdx.x * int64_t(THREADS) + threadIdx.x; v < c.ldv; v += blocks * int64_t(THREADS))
             c.wide_bias[v] = v < c.V ? c.bias[v] : -INFINITY;
         // dweight reads whole steps of 64 rows, and 0 times NaN is NaN
-        if (blockIdx.x == gridDim.x - 1)
-            for (int64_t p = before + n + warp; p < round_up<int64_t>(before + n, 64); p += THREADS / 32)
-                for (int64_t d = lane; d < c.ldx; d += 32) a.x_valid[p * c.ldx + d] = as<bf16>(0.0f);
+        if (is_last)
+            for (int64_t p = end + warp; p < zeros; p += THREADS / 32)
+                for (int64_t d = lane; d < c.ldx; d += 32) a.x_valid[p * c.ldx + d] = as<T>(0.0f);
     }
+    if constexpr (BY_WGMMA)
+        for (int d = warp; c.x_t && d < static_cast<int>(c.D); d += THREADS / 32) {
+            float *const to = c.x_t + d * c.ldr + before;
+            const float *const from = a.x + first * c.D + d;
+            for (int i = lane; i < n; i += 32) to[i] = rounded(from[kept[i] * c.D]);
+            for (int i = n + lane; is_last && i < static_cast<int>(zeros) - before; i += 32) to[i] = 0.0f;
+        }
 
     for (int i = warp; i < n; i += THREADS / 32)
 #pragma unroll 4
-        for (int64_t d = lane; d < c.D; d += 32) a.x_valid[(before + i) * c.ldx + d] = a.x[(first + kept[i]) * c.D + d];
+        for (int64_t d = lane; d < c.D; d += 32) {
+            const T x = a.x[(first + kept[i]) * c.D + d];
+            if constexpr (BY_WGMMA) a.x_valid[(before + i) * c.ldx + d] = rounded(x);
+            else a.x_valid[(before + i) * c.ldx + d] = x;
+        }
     for (int i = warp; i < rows; i += THREADS / 32) {
         const int64_t r = first + i;
         if (is_valid(r)) continue;
@@ -349,10 +401,15 @@ static int64_t parts_to_fill(int64_t tiles, int64_t iterations, int64_t least) {
     return std::max<int64_t>(1, std::min(wanted, most));
 }
 
+// What is stored of a logit: itself; its exponential and then its gradient, in bfloat16; these in float32, rounded to TF32.
+enum class Keeps { logit, half, tf32 };
+
 // Set the sizes and the arrays in `work`, and return its size in floats.
-static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bool gradients, bool bf16_x) {
-    const int64_t element = bf16_x ? sizeof(Exp16) : sizeof(float);     // bytes stored of a logit
-    c->R = R, c->D = D, c->V = V;
+static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bool gradients, Keeps keeps) {
+    const bool bf16_x = keeps == Keeps::half, by_wgmma = keeps == Keeps::tf32;
+    // bytes; the gradient in TF32 is also stored transposed
+    const int64_t element = bf16_x ? sizeof(Exp16) : sizeof(float) * (by_wgmma ? 2 : 1);
+    c->R = R, c->D = D, c->V = V, c->ldr = round_up<int64_t>(R, 64);
     c->ldx = round_up<int64_t>(D, bf16_x ? 8 : 4), c->ldv = round_up(V, TILE), c->tiles = blocks_for(V, TILE);
     const int64_t most = most_bytes / element / c->ldv / TILE * TILE, whole = round_up(R, TILE);
     c->chunk = most < TILE ? TILE : most < whole ? most : whole;
@@ -370,15 +427,23 @@ static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bo
     };
     take(&c->position, R);
     take(&c->label, R);
-    take(&c->x_valid, round_up<int64_t>(R, 64) * c->ldx / (bf16_x ? 2 : 1));
+    take(&c->x_valid, c->ldr * c->ldx / (bf16_x ? 2 : 1));
     take(&c->row, R);
     take(&c->losses, R);
     take(&c->pieces, c->chunk * c->tiles);
-    if (bf16_x) {
+    if (keeps != Keeps::logit) {
         take(&c->at_label, R);
         take(&c->wide_bias, c->ldv);
-        if (gradients) take(&c->exps, c->chunk * c->ldv);
+        Exp16 *exps = nullptr;
+        if (gradients) take(&exps, c->chunk * c->ldv * (by_wgmma ? 2 : 1));
         if (gradients && c->row_splits > 1) take(&c->bias_parts, c->row_splits * c->ldv);
+        if (by_wgmma) take(&c->weight_rows, V * c->ldx);
+        if (by_wgmma && gradients) {
+            take(&c->weight_t, D * c->ldv);
+            take(&c->x_t, D * c->ldr);
+            take(&c->dlogits_t, V * c->chunk);
+        }
+        c->exps = exps;
     } else {
         take(&c->logits, c->chunk * c->ldv);
         if (gradients && c->splits > 1) take(&c->parts, c->splits * c->chunk * D);
@@ -388,9 +453,15 @@ static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bo
 
 static constexpr int64_t ALIGN = 32;                    // floats: `work` may have any alignment
 
-extern "C" int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t bf16_x) {
-    Call c = {};
-    return lay_out(&c, nullptr, R, D, V, gradients, bf16_x) + ALIGN;
+extern "C" int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t bf16_x,
+                                                   int32_t tf32) {
+    const auto size = [&](Keeps keeps) {
+        Call c = {};
+        return lay_out(&c, nullptr, R, D, V, gradients, keeps) + ALIGN;
+    };
+    if (bf16_x) return size(Keeps::half);
+    // the precision may be another one when the call runs
+    return tf32 && pyops_has_hopper() ? std::max(size(Keeps::logit), size(Keeps::tf32)) : size(Keeps::logit);
 }
 
 extern "C" pyops_status pyops_set_logits(int64_t bytes) {
@@ -398,6 +469,8 @@ extern "C" pyops_status pyops_set_logits(int64_t bytes) {
     most_bytes = bytes ? bytes : LOGITS;
     return PYOPS_OK;
 }
+
+static unsigned blocks_of_rows(int64_t R) { return static_cast<unsigned>(R ? blocks_for<int64_t>(R, GATHER) : 1); }
 
 template <Precision P>
 static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, cudaStream_t stream) {
@@ -410,8 +483,8 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
     launches << allow_shared<logits<P>>(TileLogits::BYTES) << allow_shared<dx<P>>(TileDx::BYTES)
              << allow_shared<dweight<P>>(TileDweight::BYTES);
     const XRows<float> rows = {c.dx, x, c.x_valid};
-    launches << LAUNCH_DEPENDENT(gather<float>, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, rows,
-                                 pyops_faults(), ignore);
+    const unsigned of_rows = blocks_of_rows(c.R);
+    launches << LAUNCH_DEPENDENT((gather<float, false>), of_rows, THREADS, 0, stream, c, rows, pyops_faults(), ignore, of_rows);
     do {
         if (c.R)
             launches << LAUNCH_DEPENDENT(logits<P>, grid(tiles_m * c.tiles), TileLogits::THREADS, TileLogits::BYTES, stream, c,
@@ -431,11 +504,11 @@ static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, c
     return launches.error;
 }
 
-// ---- bfloat16 --------------------------------------------------------------------------------------------------------
+// ---- bfloat16, and TF32 by wgmma --------------------------------------------------------------------------------------
 using Bf16Logits = HalfTile<TileShape<TILE, TILE, 32, 2, 2, 3>, true, true>;
 
 static __global__ void __launch_bounds__(Bf16Logits::THREADS, 2)
-    exponentials(RealOperand x, RealOperand weight, Limit limit, Exponentials to, int64_t D, int64_t tiles_m) {
+    exponentials(RealOperand x, RealOperand weight, Limit limit, Exponentials<Exp16> to, int64_t D, int64_t tiles_m) {
     wait_for_last_kernel();
     using T = Bf16Logits;
     DYN_SHARED(float, shared);
@@ -463,12 +536,35 @@ static __global__ void __launch_bounds__(Bf16Logits::THREADS, 2)
     }
 }
 
-static constexpr int DLOGITS_THREADS = 512, PACK = 8, ACROSS = TILE / PACK, DOWN = DLOGITS_THREADS / ACROSS;
-static constexpr int AT_ONCE = 4;                       // rows of a thread that are loaded before the first of them is stored
+static constexpr int DLOGITS_THREADS = 512;
+// T: the type of the gradient, bf16, or float for TF32.
+template <class T> struct Gradient {
+    using Exp = std::conditional_t<std::is_same_v<T, bf16>, Exp16, Exp32>;
+    static_assert(sizeof(Exp) == sizeof(T), "a gradient replaces an exponential");
+    static constexpr int PACK = 16 / sizeof(T), ACROSS = TILE / PACK, DOWN = DLOGITS_THREADS / ACROSS;
+    // Rows of a thread that are loaded before the first of them is stored.  Two blocks leave 64 registers for a thread.
+    static constexpr int AT_ONCE = sizeof(T) == 2 ? 4 : 2, ROWS = AT_ONCE * DOWN;
+};
 
-static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
+// Write ROWS rows of a tile, from row `first` on and below `end`, to dlogits'.
+template <int ROWS> DEVICE void write_transposed(const Call &c, const float (&square)[ROWS][TILE + 1], int64_t first,
+                                                 int64_t end) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * TILE; i += DLOGITS_THREADS) {
+        const int row = i % ROWS, column = i / ROWS;
+        const int64_t v = blockIdx.x * TILE + column;
+        if (v < c.V && first + row < end) c.dlogits_t[v * c.chunk + first + row] = square[row][column];
+    }
+    __syncthreads();
+}
+
+template <class T> static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
     wait_for_last_kernel();
+    using G = Gradient<T>;
+    constexpr int PACK = G::PACK, ACROSS = G::ACROSS, DOWN = G::DOWN, AT_ONCE = G::AT_ONCE;
+    constexpr bool TRANSPOSES = std::is_same_v<T, float>;
     SHARED(float, sums, [DOWN][TILE]);
+    SHARED(float, square, [TRANSPOSES ? G::ROWS : 1][TILE + 1]);
     const bool adds = c.dloss || c.first > 0;
     const int64_t rows = c.rows(), tile = blockIdx.x, v = tile * TILE + threadIdx.x % ACROSS * PACK;
     if (adds && rows <= 0) return;
@@ -478,7 +574,8 @@ static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
     // the products read whole steps of 64 rows, and 0 times NaN is NaN
     const int64_t zeros = min(m0 + c.row_part, round_up<int64_t>(rows < 0 ? 0 : rows, 64)), m1 = min(zeros, rows);
     Pack<float, PACK> sum = {};
-    for (int64_t first = m0 + threadIdx.x / ACROSS; first < zeros; first += AT_ONCE * DOWN) {
+    for (int64_t base = m0; base < zeros; base += G::ROWS) {
+        const int64_t first = base + threadIdx.x / ACROSS;
         uint4 words[AT_ONCE] = {};
         float factor[AT_ONCE] = {};
         int place[AT_ONCE] = {};                        // of the label in the pack
@@ -486,7 +583,7 @@ static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
         for (int j = 0; j < AT_ONCE; j++) {
             const int64_t m = first + j * DOWN;
             if (m >= m1) continue;
-            words[j] = *reinterpret_cast<const uint4 *>(c.exps + m * c.ldv + v);
+            words[j] = *reinterpret_cast<const uint4 *>(static_cast<const T *>(c.exps) + m * c.ldv + v);
             factor[j] = c.pieces[m * c.tiles + tile].exps.sum;
             place[j] = static_cast<int>(c.label[c.first + m] - v);
         }
@@ -495,7 +592,7 @@ static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
             const int64_t m = first + j * DOWN;
             Pack<float, PACK> pack = {};
             if (m < m1) {
-                pack = eight_exps(words[j]);
+                pack = exps_of(words[j], typename G::Exp());
 #pragma unroll
                 for (int i = 0; i < PACK; i++) pack.at[i] = factor[j] * pack.at[i] - everywhere;
                 if (place[j] >= 0 && place[j] < PACK) { // the probability may be almost 1: the difference needs its digits
@@ -506,8 +603,16 @@ static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
 #pragma unroll
                 for (int i = 0; i < PACK; i++) sum.at[i] += pack.at[i];
             }
-            if (m < zeros) store_reals<PACK>(reinterpret_cast<bf16 *>(c.exps + m * c.ldv + v), pack);
+            if constexpr (TRANSPOSES) {
+#pragma unroll
+                for (int i = 0; i < PACK; i++) {
+                    pack.at[i] = rounded(pack.at[i]);
+                    square[threadIdx.x / ACROSS + j * DOWN][threadIdx.x % ACROSS * PACK + i] = pack.at[i];
+                }
+            }
+            if (m < zeros) store_reals<PACK>(static_cast<T *>(c.exps) + m * c.ldv + v, pack);
         }
+        if constexpr (TRANSPOSES) write_transposed(c, square, base, zeros);
     }
     store_reals<PACK>(&sums[threadIdx.x / ACROSS][threadIdx.x % ACROSS * PACK], sum);
     __syncthreads();
@@ -524,11 +629,15 @@ static __global__ void __launch_bounds__(DLOGITS_THREADS, 2) dlogits(Call c) {
     if (has_column) c.dbias[column] = adds ? c.dbias[column] + total : total;
 }
 
-// M: rows of the chunk, if all are valid.
+template <class Exp> static Exponentials<Exp> exponentials_of(const Call &c) {
+    return {static_cast<Exp *>(c.exps), c.pieces, c.wide_bias, c.label + c.first, c.at_label + c.first, c.V, c.ldv, c.tiles,
+            c.smoothing > 0.0f};
+}
+
+// The three products, for either type of x.  M: rows of the chunk, if all are valid.
 static cudaError_t launch_exponentials(const Call &c, const bf16 *x, const pyops_real *weight, int64_t M, cudaStream_t stream) {
     const Limit limit = {c.valid, c.first, false};
-    const Exponentials to = {c.exps, c.pieces, c.wide_bias, c.label + c.first, c.at_label + c.first,
-                             c.V,    c.ldv,    c.tiles,     c.smoothing > 0.0f};
+    const Exponentials<Exp16> to = exponentials_of<Exp16>(c);
     if (is_bf16(weight)) {
         RowProduct<bf16, Exp16> p = {nullptr, x, elements<bf16>(weight), nullptr, M, c.V, c.D, 0, c.ldx, c.D, 0, 0};
         p.limit = limit, p.exps = to;
@@ -542,44 +651,75 @@ static cudaError_t launch_exponentials(const Call &c, const bf16 *x, const pyops
     return launches.error;
 }
 
-static cudaError_t launch_bf16(Call c, XRows<bf16> a, const pyops_real *weight, float *loss, int32_t ignore,
-                               cudaStream_t stream) {
-    const int64_t R = c.R, D = c.D, V = c.V;
+static cudaError_t launch_exponentials(const Call &c, const float *x, const pyops_real *, int64_t M, cudaStream_t stream) {
+    RowProduct<float, Exp32> p = {nullptr, x, c.weight_rows, nullptr, M, c.V, c.D, 0, c.ldx, c.ldx, 0, 0};
+    p.limit = {c.valid, c.first, false}, p.exps = exponentials_of<Exp32>(c);
+    return hopper_product(p, stream);
+}
+
+static cudaError_t launch_dx(const Call &c, bf16 *dx, const pyops_real *weight, int64_t M, cudaStream_t stream) {
+    const pyops_real *const gradient = real(static_cast<const bf16 *>(c.exps));
+    RealProduct p = {nullptr, dx, operand(gradient, M, c.ldv, 1), operand(weight, c.D, 1, c.D), nullptr, M, c.D, c.V, c.D};
+    p.limit = {c.valid, c.first, false}, p.scatter = c.position + c.first;
+    return real_product(p, stream);
+}
+static cudaError_t launch_dx(const Call &c, float *dx, const pyops_real *, int64_t M, cudaStream_t stream) {
+    RowProduct<float> p = {dx, static_cast<const float *>(c.exps), c.weight_t, nullptr, M, c.D, c.V, c.D, c.ldv, c.ldv, 0, 0};
+    p.limit = {c.valid, c.first, false}, p.scatter = c.position + c.first;
+    return tf32_product(p, stream);
+}
+
+static cudaError_t launch_dweight(const Call &c, const bf16 *x, int64_t M, bool adds, cudaStream_t stream) {
+    const pyops_real *const gradient = real(static_cast<const bf16 *>(c.exps));
+    RealProduct p = {c.dweight,
+                     nullptr,
+                     operand(gradient, c.V, 1, c.ldv),
+                     operand(real(x), c.D, 1, c.ldx),
+                     nullptr,
+                     c.V,
+                     c.D,
+                     round_up<int64_t>(M, 64),
+                     c.D,
+                     adds};
+    p.limit = {c.valid, c.first, true};
+    return real_product(p, stream);
+}
+static cudaError_t launch_dweight(const Call &c, const float *, int64_t M, bool adds, cudaStream_t stream) {
+    RowProduct<float> p = {c.dweight, c.dlogits_t, c.x_t + c.first, nullptr, c.V, c.D, round_up<int64_t>(M, 64),
+                           c.D,       c.chunk,     c.ldr,           adds,    0};
+    p.limit = {c.valid, c.first, true};
+    return tf32_product(p, stream);
+}
+
+// T: bf16, or float for TF32 by wgmma.
+template <class T>
+static cudaError_t launch_exps(Call c, XRows<T> a, const pyops_real *weight, float *loss, int32_t ignore, cudaStream_t stream) {
+    constexpr bool BY_WGMMA = std::is_same_v<T, float>;
     const auto grid = [](int64_t blocks) { return static_cast<unsigned>(blocks); };
+    const unsigned of_rows = blocks_of_rows(c.R);
     Launches launches;
-    launches << LAUNCH_DEPENDENT(gather<bf16>, grid(R ? blocks_for<int64_t>(R, GATHER) : 1), THREADS, 0, stream, c, a,
-                                 pyops_faults(), ignore);
+    launches << LAUNCH_DEPENDENT((gather<T, BY_WGMMA>), of_rows + grid(BY_WGMMA ? squares_of(c) : 0), THREADS, 0, stream, c, a,
+                                 pyops_faults(), ignore, of_rows);
     do {
-        const int64_t M = R - c.first < c.chunk ? R - c.first : c.chunk;        // rows, if all are valid
-        const bf16 *const x = a.x_valid + c.first * c.ldx;
+        const int64_t M = c.R - c.first < c.chunk ? c.R - c.first : c.chunk;    // rows, if all are valid
+        const T *const x = a.x_valid + c.first * c.ldx;
         if (M) launches << launch_exponentials(c, x, weight, M, stream);
         launches << LAUNCH_DEPENDENT(row_losses, grid(std::max<int64_t>(1, blocks_for<int64_t>(M, THREADS / 32))), THREADS, 0,
-                                     stream, c.first + c.chunk < R ? nullptr : loss, c);
+                                     stream, c.first + c.chunk < c.R ? nullptr : loss, c);
         if (c.exps) {
-            const pyops_real *const gradient = real(reinterpret_cast<bf16 *>(c.exps));
-            launches << LAUNCH_DEPENDENT(dlogits, dim3(grid(c.tiles), grid(c.row_splits)), DLOGITS_THREADS, 0, stream, c);
-            if (M) {
-                RealProduct dx = {nullptr, a.dx, operand(gradient, M, c.ldv, 1), operand(weight, D, 1, D), nullptr, M, D, V, D};
-                dx.limit = {c.valid, c.first, false};
-                dx.scatter = c.position + c.first;
-                launches << real_product(dx, stream);
-            }
-            const bool adds = c.dloss || c.first > 0;
-            const int64_t K = round_up<int64_t>(M, 64);
-            RealProduct dweight = {
-                c.dweight, nullptr, operand(gradient, V, 1, c.ldv), operand(real(x), D, 1, c.ldx), nullptr, V, D, K, D, adds};
-            dweight.limit = {c.valid, c.first, true};
-            launches << real_product(dweight, stream);
+            launches << LAUNCH_DEPENDENT(dlogits<T>, dim3(grid(c.tiles), grid(c.row_splits)), DLOGITS_THREADS, 0, stream, c);
+            if (M) launches << launch_dx(c, a.dx, weight, M, stream);
+            launches << launch_dweight(c, x, M, c.dloss || c.first > 0, stream);
         }
         c.first += c.chunk;
-    } while (c.first < R);
+    } while (c.first < c.R);
     return launches.error;
 }
 
 extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, pyops_real *dx, float *dweight, float *dbias,
                                                    const float *dloss, const pyops_real *x, const pyops_real *weight,
                                                    const float *bias, const int32_t *labels, float *work, int64_t R, int64_t D,
-                                                   int64_t V, int32_t ignore, float smoothing, void *stream) {
+                                                   int64_t V, int32_t ignore, float smoothing, int32_t tf32, void *stream) {
     const char *const who = "linear_cross_entropy";
     const pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, dloss, R, D, V, smoothing);
     if (status) return status;
@@ -590,15 +730,21 @@ extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, 
     c.weight = elements<float>(weight), c.bias = bias, c.labels = labels, c.smoothing = smoothing;
     c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
     work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));
-    lay_out(&c, work, R, D, V, dx, is_bf16(x));
+    const Precision precision = pyops_precision_now();
+    const Keeps keeps = is_bf16(x)                                   ? Keeps::half
+        : tf32 && precision == Precision::tf32 && pyops_has_hopper() ? Keeps::tf32
+                                                                     : Keeps::logit;
+    lay_out(&c, work, R, D, V, dx, keeps);
     const auto run = [&](auto type) {
         using T = decltype(type);
         cudaError_t error;
         if constexpr (std::is_same_v<T, bf16>) {
             const XRows<bf16> rows = {elements<bf16>(dx), elements<bf16>(x), reinterpret_cast<bf16 *>(c.x_valid)};
-            error = launch_bf16(c, rows, weight, loss, ignore, stream_of(stream));
+            error = launch_exps(c, rows, weight, loss, ignore, stream_of(stream));
+        } else if (keeps == Keeps::tf32) {
+            const XRows<float> rows = {elements<float>(dx), elements<float>(x), c.x_valid};
+            error = launch_exps(c, rows, weight, loss, ignore, stream_of(stream));
         } else {
-            const Precision precision = pyops_precision_now();
             c.dx = elements<float>(dx);
             error = (precision == Precision::fp32 ? launch<Precision::fp32>
                          : precision == Precision::tf32

@@ -1,8 +1,10 @@
 // exponentials.cuh - the end of a product whose elements are logits: exponentials in place of the logits.
 //
 // Of each row and each tile of EXP_TILE columns the maximum and the sum of exp(logit - maximum) are found while the sums of
-// the product are in registers, and the exponentials are stored in 16 bits.  So the logits are never in memory.  The softmax
-// of a row is its exponentials, times one number for each tile.
+// the product are in registers, and the exponentials are stored.  So the logits are never in memory.  The softmax of a row is its
+// exponentials, times one number for each tile.
+//
+// An exponential has as many bytes as the gradient that replaces it: 2 of a bfloat16 (Exp16), 4 of a float rounded to TF32 (Exp32).
 #pragma once
 #include "log_sum_exp.cuh"
 #include "real.cuh"
@@ -23,27 +25,37 @@ DEVICE Pack<float, 8> eight_exps(uint4 x) {
         {low_exp(x.x), high_exp(x.x), low_exp(x.y), high_exp(x.y), low_exp(x.z), high_exp(x.z), low_exp(x.w), high_exp(x.w)}};
 }
 
+struct Exp32 { float value; };
+DEVICE Pack<float, 8> exps_of(uint4 x, Exp16) { return eight_exps(x); }
+DEVICE Pack<float, 4> exps_of(uint4 x, Exp32) {
+    return {{__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)}};
+}
+template <class Out> constexpr bool IS_EXP = std::is_same_v<Out, Exp16> || std::is_same_v<Out, Exp32>;
+
 constexpr int EXP_TILE = 128;
 
 struct Piece {
     LogSumExp exps;
     float below;
-};          // the logits of a row in a tile;  below: the sum of logit - max
+}; // the logits of a row in a tile;  below: the sum of logit - max
 
-struct Exponentials {                       // the result of a product with M rows and V columns
-    Exp16 *exps;                            // (M,ld): exp(logit - maximum of the tile), or NULL
-    Piece *pieces;                          // (M,tiles)
-    const float *bias;                      // (ld): added to the sums; -infinity from V on
-    const int32_t *labels;                  // (M)
-    float *at_label;                        // (M): the logit in column labels[m]
-    int64_t V, ld, tiles;                   // ld: V rounded up to whole tiles
-    bool below;                             // whether pieces need `below`
+template <class Exp> struct Exponentials { // the result of a product with M rows and V columns
+    Exp *exps; // (M,ld): exp(logit - maximum of the tile), or NULL
+    Piece *pieces; // (M,tiles)
+    const float *bias; // (ld): added to the sums; -infinity from V on
+    const int32_t *labels; // (M)
+    float *at_label; // (M): the logit in column labels[m]
+    int64_t V, ld, tiles; // ld: V rounded up to whole tiles
+    bool below; // whether pieces need `below`
 };
+
+DEVICE void write_two_exps(Exp16 *to, float low, float high) { *reinterpret_cast<unsigned *>(to) = pack_exps(low, high); }
+DEVICE void write_two_exps(Exp32 *to, float low, float high) { *reinterpret_cast<float2 *>(to) = make_float2(low, high); }
 
 // Write row m of a tile.  LANES adjacent lanes share it: at(i), i < EXP_TILE / LANES, is the logit, with the bias, in column
 // i / 2 * 2 LANES + i % 2 after the first two columns of the lane.  All lanes of the warp call it; row_exists: m < M.
-template <int LANES, class At>
-DEVICE void write_exponentials(const Exponentials &to, int64_t m, int64_t tile, bool row_exists, const At &at) {
+template <int LANES, class Exp, class At>
+DEVICE void write_exponentials(const Exponentials<Exp> &to, int64_t m, int64_t tile, bool row_exists, const At &at) {
     constexpr int COUNT = EXP_TILE / LANES;
     const int64_t first = tile * EXP_TILE + threadIdx.x % LANES * 2;
     const auto column = [](int i) { return i / 2 * 2 * LANES + i % 2; };
@@ -67,12 +79,12 @@ DEVICE void write_exponentials(const Exponentials &to, int64_t m, int64_t tile, 
     }
     // Sums are of exponentials before they are rounded: the loss is float32.
     const bool stores = to.exps && row_exists;
-    unsigned *const words = stores ? reinterpret_cast<unsigned *>(to.exps + m * to.ld + first) : nullptr;
+    Exp *const exps = stores ? to.exps + m * to.ld + first : nullptr;
 #pragma unroll
     for (int i = 0; i < COUNT; i += 2) {
         const float low = __expf(at(i) - max), high = __expf(at(i + 1) - max);
         piece.exps.sum += low + high;
-        if (stores) words[column(i) / 2] = pack_exps(low, high);
+        if (stores) write_two_exps(exps + column(i), low, high);
     }
 #pragma unroll
     for (int step = LANES / 2; step; step >>= 1) {

@@ -27,8 +27,8 @@ struct Activation {
 };
 
 // c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], then max(0, ...) if relu is 1.  The row strides of a, b and c are lda, ldb, ldc.
-// Element: bf16, or float for floats rounded to TF32.   Out: float; if Element is bf16 also bf16, or Exp16: then the result is
-// `exps`, and of the other members a, b, M, N, K, lda, ldb and limit are used.
+// Element: bf16, or float for floats rounded to TF32.   Out: float; if Element is bf16 also bf16; or the exponential of Element,
+// Exp16 or Exp32: then the result is `exps`, and of the other members a, b, M, N, K, lda, ldb and limit are used.
 template <class Element, class Out = float> struct RowProduct {
     Out *c;
     const Element *a, *b;
@@ -45,7 +45,7 @@ template <class Element, class Out = float> struct RowProduct {
     const int32_t *scatter = nullptr;       // not NULL: row m of the product is row scatter[m] of c
     const Out *gate = nullptr;              // not NULL: laid out as c, which is 0 where gate is not above 0
     Activation activation = {};
-    Exponentials exps = {};
+    Exponentials<std::conditional_t<IS_EXP<Out>, Out, Exp16>> exps = {};
 };
 
 // The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are
@@ -91,6 +91,8 @@ struct RealProduct {
 // row_sums_added: whether the product has added to row_sums.
 cudaError_t real_product(const RealProduct &g, cudaStream_t stream, bool *row_sums_added);
 cudaError_t real_product(const RealProduct &g, cudaStream_t stream);
+// A product by wgmma of floats that are rounded to TF32, in as many parts of K as take least time.  It uses the workspace.
+cudaError_t tf32_product(const RowProduct<float> &g, cudaStream_t stream);
 
 // A product as in pyops_gemm, with arrays of either type.   gate, row_sums: as in RealProduct
 struct AnyProduct {

@@ -12,6 +12,7 @@ from pyops.backend import (
     check,
     check_kept,
     check_parameter,
+    current_device,
     empty,
     empty_gradient,
     launch,
@@ -25,6 +26,11 @@ from pyops.ops.cross_entropy import CrossEntropy
 if TYPE_CHECKING:
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal
+
+
+# On a GPU, with operands rounded to TF32: with as many columns, wgmma saves more time than its transposed operands take
+# (docs/output_layer.md).
+WIDE_FOR_TF32 = 320
 
 
 class LinearCrossEntropy:
@@ -76,9 +82,10 @@ class LinearCrossEntropy:
             check('dloss', dloss, (1,))
             dx = empty_gradient(x.shape, f'{self.name}.dx', x.dtype)
             dweight, dbias = self.weight.grad, self.bias.grad
+        tf32 = current_device().precision == 'tf32' and D >= WIDE_FOR_TF32
         launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, dloss, x, self.weight.operand(x.dtype),
-               self.bias.value, labels, work('linear_cross_entropy', labels.size, D, V, gradients, x.dtype == BF16),
-               labels.size, D, V, self.ignore, self.smoothing if gradients else 0.0)
+               self.bias.value, labels, work('linear_cross_entropy', labels.size, D, V, gradients, x.dtype == BF16, tf32),
+               labels.size, D, V, self.ignore, self.smoothing if gradients else 0.0, tf32)
         if gradients:
             note_product(self, LOGITS, weight=self.weight, bias=self.bias)
         if dloss is None:

@@ -472,24 +472,31 @@ def test_converted_operands_are_shared_with_the_same_bits(p, precision, multicas
     check(found[1], a, b, p)
 
 
+@pytest.mark.parametrize('tf32', (0, 1))
 @pytest.mark.parametrize('valid', (0, 1, 130, 400))
-def test_rows_that_only_the_device_can_count_are_shared_with_the_same_bits(valid, multicast):
+def test_rows_that_only_the_device_can_count_are_shared_with_the_same_bits(valid, tf32, precision, multicast):
     """The output layer multiplies as many rows as have labels, and scatters the gradients of the others."""
     rng = np.random.default_rng(valid)
     R, D, V = 400, 136, 530
     x, weight = (matrix_bf16(rng, rows, D, D, 0) for rows in (R, V))
+    if tf32:
+        precision(TF32)
+        x, weight = wide(x), wide(weight)
+    given = (lambda array: array) if tf32 else real
     bias, dloss = rng.standard_normal(V).astype(np.float32), np.full(1, 0.7, np.float32)
     labels = np.full(R, -1, np.int32)
     labels[rng.choice(R, valid, replace=False)] = rng.integers(0, V, valid)
     size = library().pyops_linear_cross_entropy_work
-    size.argtypes, size.restype = [ctypes.c_int64] * 3 + [ctypes.c_int32] * 2, ctypes.c_int64
+    size.argtypes, size.restype = [ctypes.c_int64] * 3 + [ctypes.c_int32] * 3, ctypes.c_int64
     found = []
     for wanted in NEVER, ALWAYS:
         multicast(wanted)
-        loss, count, work = np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros(size(R, D, V, 1, 1), np.float32)
-        dx, dweight, dbias = np.full((R, D), 0x7FC0, np.uint16), np.ones((V, D), np.float32), np.ones(V, np.float32)
-        call('linear_cross_entropy', loss, count, real(dx), dweight, dbias, dloss, real(x), real(weight), bias, labels, work,
-             R, D, V, -1, 0.1)
+        loss, count = np.zeros(1, np.float32), np.zeros(1, np.int32)
+        work = np.zeros(size(R, D, V, 1, 1 - tf32, tf32), np.float32)
+        dx = np.full((R, D), np.nan, np.float32) if tf32 else np.full((R, D), 0x7FC0, np.uint16)
+        dweight, dbias = np.ones((V, D), np.float32), np.ones(V, np.float32)
+        call('linear_cross_entropy', loss, count, given(dx), dweight, dbias, dloss, given(x), given(weight), bias, labels, work,
+             R, D, V, -1, 0.1, tf32)
         assert count == valid
         found.append((loss, dx, dweight, dbias))
     for alone, shared in zip(*found, strict=True):
@@ -547,6 +554,23 @@ def test_the_gradient_of_a_bias_takes_no_launch_where_wgmma_computes_the_one_of_
     found = [re.search(r'\w+', line[0])[0] for line in launches(tmp_path, BIASES)]
     assert found[:len(BIAS_SIZES)] == ['hopper_tiles'] * len(BIAS_SIZES)
     assert found[len(BIAS_SIZES):][:1] == ['bf16_product']
+
+
+CONVERTED = '''
+from emulated import library
+import test_cuda_gemm as here
+library().pyops_set_precision(here.TF32)
+for M, N, K in SIZES:
+    here.call("gemm", 1 << 30, 2 << 30, 3 << 30, None, M, N, K, N, 1, M, N, 1, 0, 0)
+'''
+
+
+def test_long_sums_of_converted_operands_are_divided_where_the_workspace_has_room(tmp_path):
+    """The tests of the output layer compute such parts."""
+    lines = launches(tmp_path, CONVERTED.replace('SIZES', '[(1536, 1920, 3072)]'), 132)
+    *conversions, product = [re.search(r'\w+', line[0])[0] for line in lines]
+    assert conversions == ['convert_transposed'] * 2 and product == 'hopper_tiles'
+    assert lines[-1][1] == '132,1,1'                    # without parts there are 96 tiles of 256 columns
 
 
 @pytest.mark.parametrize('first,names', [

@@ -38,7 +38,9 @@ from pyops.ops.packed import Packed
 from pyops.ops.relu import ReLU
 from pyops.params import Parameter
 
+output_layer = importlib.import_module('pyops.ops.linear_cross_entropy')
 HALF, SUMS = 2.0**-8, 1e-5          # half a unit in the last of 8 binary digits, relative
+HALF_TF32 = 2.0**-11                # of 11 digits
 
 
 @pytest.fixture
@@ -389,9 +391,11 @@ def test_a_smooth_feed_forward_layer_rounds_its_inner_rows_and_results(rows, D, 
         assert (error <= HALF * terms + SUMS * np.abs(theirs).max()).all(), name
 
 
-@pytest.mark.parametrize('precision', ['fp32', 'tf32', 'bf16'])
-def test_the_output_layer_of_float32_adds_the_parts_of_dx_in_any_precision(precision, on_gpu):
-    """Few rows and many words: the vocabulary is divided into parts."""
+@pytest.mark.parametrize('precision,wide', [('fp32', 320), ('tf32', 320), ('tf32', 40), ('bf16', 320)])
+def test_the_output_layer_of_float32_adds_the_parts_of_dx_in_any_precision(precision, wide, on_gpu, monkeypatch):
+    """Few rows and many words: the vocabulary is divided into parts.   wide: from how many columns on TF32 uses wgmma"""
+    assert output_layer.WIDE_FOR_TF32 == 320
+    monkeypatch.setattr(output_layer, 'WIDE_FOR_TF32', wide)
     rng, results = np.random.default_rng(4), []
     weight, bias, x = numbers(rng, 2100, 40), numbers(rng, 2100), numbers(rng, 150, 40)
     labels = rng.integers(-1, 2100, 150).astype(np.int32)
@@ -405,10 +409,18 @@ def test_the_output_layer_of_float32_adds_the_parts_of_dx_in_any_precision(preci
         close(got, want, {'fp32': 1e-5, 'tf32': 2**-9, 'bf16': 2**-6}[precision], name)
 
 
-def compare_output_layers(weight, bias, x, labels, on_gpu, known=True, smoothing=0.0):
-    """Compare the output layer of the GPU in bfloat16 with the CPU's in float32.  known: dloss is an argument of forward."""
+@pytest.fixture
+def by_wgmma(monkeypatch):
+    """In TF32 the output layer uses wgmma for few columns, too."""
+    monkeypatch.setattr(output_layer, 'WIDE_FOR_TF32', 1)
+
+
+def compare_output_layers(weight, bias, x, labels, on_gpu, known=True, smoothing=0.0, tf32=False):
+    """Compare the output layer of the GPU in bfloat16 with the CPU's in float32.   known: dloss is an argument of forward
+    tf32: of float32 arrays, whose numbers have few digits; then only the gradients of the logits are rounded, to TF32"""
     V, used, upstream, results = len(weight), labels >= 0, np.array([1.5], np.float32), []
-    for place, of in ((lambda x: x, of_host), (half, of_device)):
+    on_gpu.precision = 'tf32' if tf32 else 'fp32'
+    for place, of in ((lambda x: x, of_host), (put if tf32 else half, of_device)):
         with backend.on(backend.HOST if of is of_host else on_gpu):
             w, b = of(weight), of(bias)
             w.grad[...] = b.grad[...] = 0.25
@@ -420,18 +432,23 @@ def compare_output_layers(weight, bias, x, labels, on_gpu, known=True, smoothing
     exact, got = results
     close(got[0], exact[0], 1e-5, 'loss')
     close(got[1], exact[1], 1e-5, 'loss of an evaluation')
-    assert got[2] == exact[2] == used.sum() and got[3].dtype == BF16
+    assert got[2] == exact[2] == used.sum() and got[3].dtype == (np.float32 if tf32 else BF16)
     # of the gradient of a logit; one more rounding where dx is for dloss = 1 and multiplied later
     logits = x.astype(np.float64) @ weight.T + bias
     logits -= logits.max(1, keepdims=True)
     size = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     size[used, labels[used]] = np.abs(size[used, labels[used]] - 1)
     size = (size + smoothing / V) * used[:, None] * upstream / max(exact[2], 1)
-    within(got[3], exact[3], 'dx', size @ np.abs(weight) + np.abs(exact[3]))
     assert not get(got[3])[~used].any()
     # the sums of columns are of gradients before they are rounded, but of exponentials with two more digits than bfloat16
-    terms = HALF * size.T @ np.abs(x), HALF / 4 * size.sum(0)
-    for name, ours, theirs, limit in zip(('dweight', 'dbias'), got[4:], exact[4:], terms, strict=True):
+    terms = [HALF * size.T @ np.abs(x), HALF / 4 * size.sum(0)]
+    if tf32:                                            # exponentials and dx are float32
+        terms = [HALF_TF32 * size @ np.abs(weight), HALF_TF32 * size.T @ np.abs(x), 0]
+        got[3] = get(got[3])
+    else:
+        dx = exact.pop(3)
+        within(got.pop(3), dx, 'dx', size @ np.abs(weight) + np.abs(dx))
+    for name, ours, theirs, limit in zip(('dx', 'dweight', 'dbias')[-len(terms):], got[3:], exact[3:], terms, strict=True):
         error = np.abs(ours - theirs)
         assert (error <= limit + SUMS * (1 + np.abs(theirs).max())).all(), f'{name}: {error.max()}'
 
@@ -439,14 +456,16 @@ def compare_output_layers(weight, bias, x, labels, on_gpu, known=True, smoothing
 # Where D is a multiple of 8 the logits are computed by wgmma, on devices that have it, in tiles of 128 or 256 words.
 @pytest.mark.parametrize('smoothing', [0.0, 0.2])
 @pytest.mark.parametrize('known', [True, False])
-@pytest.mark.parametrize(('R', 'D', 'V'), [(1, 3, 5), (70, 24, 300), (130, 40, 600), (9, 136, 2100), (100, 40, 600),
-                                           (128, 8, 384), (150, 21, 650), (600, 8, 130)])
-def test_the_output_layer_rounds_the_gradient_of_the_logits_and_dx(R, D, V, known, smoothing, on_gpu):
+@pytest.mark.parametrize(('R', 'D', 'V', 'tf32'), [
+    *((*size, False) for size in ((1, 3, 5), (70, 24, 300), (130, 40, 600), (9, 136, 2100), (100, 40, 600), (128, 8, 384),
+                                  (150, 21, 650), (600, 8, 130))),
+    (1, 3, 5, True), (9, 136, 2100, True), (150, 21, 650, True), (128, 8, 384, True)])
+def test_the_output_layer_rounds_the_gradient_of_the_logits_and_dx(R, D, V, tf32, known, smoothing, on_gpu, by_wgmma):
     rng = np.random.default_rng(R)
     weight, bias, x = numbers(rng, V, D), numbers(rng, V), numbers(rng, R, D)
     labels = rng.integers(0, V, R).astype(np.int32)
     labels[::3] = -1 if R > 1 else labels[::3]
-    compare_output_layers(weight, bias, x, labels, on_gpu, known, smoothing)
+    compare_output_layers(weight, bias, x, labels, on_gpu, known, smoothing, tf32)
 
 
 def biases(kind, V, rng):
@@ -460,8 +479,9 @@ def biases(kind, V, rng):
 
 @pytest.mark.parametrize(('kind', 'smoothing'), [
     *((kind, s) for kind in ('high', 'low', 'high and low', 'steps', 'one word') for s in (0.0, 0.1)), ('words without', 0.0)])
-@pytest.mark.parametrize(('D', 'V'), [(16, 600), (12, 600), (16, 384), (16, 1000)])
-def test_the_output_layer_is_exact_for_extreme_logits_and_labels_in_any_tile(D, V, kind, smoothing, on_gpu):
+@pytest.mark.parametrize(('D', 'V', 'tf32'), [(16, 600, False), (12, 600, False), (16, 384, False), (16, 1000, False),
+                                              (12, 600, True)])
+def test_the_output_layer_is_exact_for_extreme_logits_and_labels_in_any_tile(D, V, tf32, kind, smoothing, on_gpu, by_wgmma):
     """All numbers are multiples of powers of 2, so that float32 logits are exact, whatever the order of their sums."""
     rng, R = np.random.default_rng([D, V]), 140
     x, weight = np.rint(4 * normal(rng, R, D)) / 4, np.rint(8 * normal(rng, V, D)) / 8
@@ -472,14 +492,16 @@ def test_the_output_layer_is_exact_for_extreme_logits_and_labels_in_any_tile(D, 
     if kind == 'one word':                              # its probability is nearly 1 in most rows
         labels[3::2] = 7
     labels[::5] = -1
-    compare_output_layers(weight, bias, x, labels, on_gpu, smoothing=smoothing)
+    compare_output_layers(weight, bias, x, labels, on_gpu, smoothing=smoothing, tf32=tf32)
 
 
+@pytest.mark.parametrize('tf32', [False, True])
 @pytest.mark.parametrize('D', [16, 12])
-def test_the_output_layer_of_one_valid_row(D, on_gpu):
+def test_the_output_layer_of_one_valid_row(D, tf32, on_gpu, by_wgmma):
     rng, labels = np.random.default_rng(D), np.full(70, -1, np.int32)
     labels[66] = 200
-    compare_output_layers(numbers(rng, 300, D), numbers(rng, 300), numbers(rng, 70, D), labels, on_gpu, smoothing=0.1)
+    compare_output_layers(numbers(rng, 300, D), numbers(rng, 300), numbers(rng, 70, D), labels, on_gpu, smoothing=0.1,
+                          tf32=tf32)
 
 
 @pytest.fixture
@@ -489,14 +511,15 @@ def logits_bytes(on_gpu):
     on_gpu.library().lib.pyops_set_logits(0)
 
 
+@pytest.mark.parametrize('tf32', [False, True])
 @pytest.mark.parametrize('valid', [300, 200, 128, 100])
-def test_the_output_layer_in_groups_of_rows(valid, on_gpu, logits_bytes):
+def test_the_output_layer_in_groups_of_rows(valid, tf32, on_gpu, logits_bytes, by_wgmma):
     """Of 300 rows in groups of 128; in the last groups only some rows count, or none."""
     rng, (R, D, V) = np.random.default_rng(valid), (300, 24, 300)
     labels = np.full(R, -1, np.int32)
     labels[rng.choice(R, valid, replace=False)] = rng.integers(0, V, valid)
-    logits_bytes(128 * 384 * 2)
-    compare_output_layers(numbers(rng, V, D), numbers(rng, V), numbers(rng, R, D), labels, on_gpu, smoothing=0.1)
+    logits_bytes(128 * 384 * (8 if tf32 else 2))
+    compare_output_layers(numbers(rng, V, D), numbers(rng, V), numbers(rng, R, D), labels, on_gpu, smoothing=0.1, tf32=tf32)
 
 
 @pytest.mark.parametrize('valid', [300, 200, 128])
@@ -522,10 +545,35 @@ def test_bytes_of_logits_below_0_are_refused(on_gpu, logits_bytes):
 
 def test_the_output_layer_stores_half_of_the_bytes_in_bfloat16_and_no_logits_in_an_evaluation(on_gpu):
     R, D, V = 1152, 256, 13387
-    bytes_of = {key: 4 * backend.work_size('linear_cross_entropy', R, D, V, *key) for key in ((1, 0), (1, 1), (0, 1))}
+    keys = (1, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 1)
+    bytes_of = {key: 4 * backend.work_size('linear_cross_entropy', R, D, V, *key) for key in keys}
     logits, rest = R * -(-V // 128) * 128, 0.1 * R * V + 4 * R * D + 2**20          # rest: 12 bytes per 128 logits, x, ...
-    assert 4 * logits <= bytes_of[1, 0]
-    assert 2 * logits <= bytes_of[1, 1] <= 2 * logits + rest and bytes_of[0, 1] <= rest
+    assert 4 * logits <= bytes_of[1, 0, 0]
+    assert 2 * logits <= bytes_of[1, 1, 0] <= 2 * logits + rest and bytes_of[0, 1, 0] <= rest
+    # with TF32 by wgmma, the gradients in both layouts, and both layouts of weight and x
+    by_wgmma = 8 * logits + 8 * D * (V + 53) + 4 * R * D
+    assert bytes_of[1, 0, 0] <= bytes_of[1, 0, 1] <= max(bytes_of[1, 0, 0], by_wgmma + rest)
+
+
+@pytest.mark.parametrize('sized,called', [('tf32', 'fp32'), ('fp32', 'tf32')])
+def test_the_output_layer_computes_in_a_precision_that_its_work_was_not_sized_for(sized, called, on_gpu):
+    """As in a plan, whose arrays stay when the precision changes."""
+    rng, (R, D, V), marked, results = np.random.default_rng(1), (200, 24, 300), 100, []
+    labels = put(rng.integers(-1, V, R).astype(np.int32))
+    for name in sized, called:
+        on_gpu.precision, tf32 = name, sized == 'tf32'
+        x, weight, bias = (put(numbers(np.random.default_rng(D), *shape)) for shape in ((R, D), (V, D), (V,)))
+        loss, valid, dx, dweight, dbias = (backend.empty(n, kind) for n, kind in (
+            (1, np.float32), (1, np.int32), ((R, D), np.float32), ((V, D), np.float32), (V, np.float32)))
+        size = backend.work_size('linear_cross_entropy', R, D, V, True, False, tf32)
+        work = put(np.full(size + marked, 7, np.float32))
+        launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, None, x, weight, bias, labels, work, R, D, V, -1, 0.1,
+               tf32)
+        results.append([get(array) for array in (loss, dx, dweight, dbias)])
+        assert (get(work)[size:] == 7).all()
+    for want, got in zip(*results, strict=True):
+        close(got, want, 2 * HALF_TF32)
+    assert any((want != got).any() for want, got in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize('D', [16, 12])

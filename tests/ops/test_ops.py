@@ -338,10 +338,10 @@ def test_backward_refuses_an_upstream_gradient_that_forward_did_not_use():
         run.op.forward(*run.placed.values(), dloss=put(np.ones(2, np.float32)))
     loss, valid, x = np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros((2, 3), np.float32)
     weight, bias, labels = np.zeros((4, 3), np.float32), np.zeros(4, np.float32), np.zeros(2, np.int32)
-    scratch = np.zeros(backend.work_size('linear_cross_entropy', 2, 3, 4, False, False), np.float32)
+    scratch = np.zeros(backend.work_size('linear_cross_entropy', 2, 3, 4, False, False, False), np.float32)
     with pytest.raises(ValueError, match='linear_cross_entropy: dloss without dx, dweight and dbias, expected NULL'):
         launch('linear_cross_entropy', loss, valid, None, None, None, run.dy, x, weight, bias, labels, scratch,
-               2, 3, 4, -1, 0.0)
+               2, 3, 4, -1, 0.0, False)
 
 
 @of_threads
