@@ -9,9 +9,10 @@ from conftest import ROOT, environment_without
 from emulated import LIBRARY
 
 from bench import launches as bench_launches
-from bench.launches import H100, launches, listed
+from bench.launches import H100, ON_PAGE, PAGE, Call, Launch, counted, estimate, launches, listed
 from pyops.errors import UserError
-from scripts.cuda_resources import symbols
+from scripts.cuda_resources import readable, symbols
+from scripts.generated import text
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
 # As in docs/cuda.md.  On a GPU a small kernel takes about as long as its launch.
@@ -21,8 +22,15 @@ LAUNCHES = {('seq2seq', 'fp32'): (38, 30), ('seq2seq', 'bf16'): (39, 31), ('tran
 
 @pytest.mark.parametrize('step,precision', LAUNCHES)
 def test_a_training_step_launches_no_more_kernels_than_the_docs_say(step, precision):
-    found = launches(step, precision)
+    found, calls = counted(step, precision)
     kernels = {launch.kernel for launch in found}
+    assert [launch for call in calls for launch in call.launches] == found
+    if (step, precision) in ON_PAGE:
+        assert estimate(step, precision, found, calls) in text(PAGE, 'estimates'), 'run python -m bench.launches --write'
+    if precision == 'bf16' and step != 'seq2seq':       # its activations are stored so: no tile of attention is float32
+        of_attention = {symbol for file, symbol in map(symbols().get, {launch.address for launch in found})
+                        if file.startswith('attention')}
+        assert {'<__nv_bfloat16' in name for name in readable(of_attention)} == {True}
     assert ({'pack', 'count'} if step == 'gpt2' else {'pack_pairs', 'root_of_squares'}) <= kernels
     all_of_them, early = LAUNCHES[step, precision]
     assert 0.9 * all_of_them < len(found) <= all_of_them
@@ -70,6 +78,27 @@ def test_a_step_in_two_parts_rounds_its_weights_once(tmp_path):
     first, _, third, *_ = [i for i, kernel in enumerate(kernels) if kernel == 'pack_pairs']
     assert kernels[first:third].count('convert') == 1
     assert kernels[first:third].count('root_of_squares') == 1       # it is one step
+
+
+def test_an_estimate_is_the_longest_of_operations_bytes_and_latency():
+    early, other = (Launch('kernel', '1,1,1', 128, 0, is_early, 0) for is_early in (True, False))
+    calls = [Call('gemm', 0.6 * 989e12 * 4e-6, 8.0, 1, [early]), Call('adam', 0.0, 0.8 * 3.35e12 * 3e-6, 1, [other]),
+             Call('gru_forward', 1e3, 8.0, 9, [early] * 2), Call('gemm', 0.0, 8.0, 1, [early])]
+    assert [round(1e6 * call.seconds('bf16'), 2) for call in calls] == [4.0, 3.0, 7.69, 0.85]
+    assert round(1e6 * calls[0].seconds('tf32'), 2) == 8.0
+    lines = estimate('some', 'bf16', [launch for call in calls for launch in call.launches], calls).splitlines()
+    assert lines[2:] == ['| `gru_forward` | 2 | 0.0 | 0.0 | 7.7 | 4.6 | 2.3 |', '| `gemm` | 2 | 2.4 | 0.0 | 4.9 | 4.6 | 2.3 |',
+                         '| `adam` | 1 | 0.0 | 8.0 | 3.0 | 2.3 | 0.0 |', '| all | 5 | 2.4 | 8.0 | 15.5 | 11.4 | 4.6 |', '',
+                         'A step of `some` in bf16 would take 27 us, and 22 with early starts: 17 % less, at 11 % of the peak '
+                         'FLOP/s.']
+
+
+def test_an_estimate_of_one_launch_and_one_of_chosen_steps_are_refused(capsys):
+    for arguments, message in ((['mnist', '--estimate'], '--estimate: mnist is one launch; name other steps'),
+                               (['base', '--write'], '--write: the steps are chosen; give it alone')):
+        with pytest.raises(SystemExit, match='2'):
+            bench_launches.main(arguments)
+        assert message in capsys.readouterr().err
 
 
 def test_a_count_without_the_header_of_the_library_names_it(monkeypatch, tmp_path):
