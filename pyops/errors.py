@@ -18,6 +18,18 @@ _DEPENDENCIES = {'numpy': 'numpy', 'cffi': 'cffi', '_cffi_backend': 'cffi', 'pyc
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
+class ShapeError(ValueError, RuntimeError):
+    """Shapes that do not fit: a ValueError as in numpy, and a RuntimeError as in PyTorch."""
+
+
+class DtypeError(TypeError, RuntimeError):
+    """A dtype that an operation does not take: a TypeError as in numpy, and a RuntimeError as in PyTorch."""
+
+
+class StateError(KeyError, RuntimeError):
+    """A state without a name, or with an unknown one: a KeyError, and a RuntimeError as in PyTorch."""
+
+
 class UserError(Exception):
     """Bad input: a file, a flag, a missing tool.  The text is one line: what failed, what is accepted, how to fix it.
 

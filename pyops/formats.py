@@ -605,7 +605,7 @@ def _layout(shape: Shape, axis: int) -> tuple[int, int, int]:
 
 def _empty(x: Array, shape: Shape, dtype: Any, name: str, kind: str = 'intermediate') -> Any:
     """Allocate an array on x's device, in the memory of a plan if one records there."""
-    return backend.device_of(x).empty(shape, dtype, name, kind)
+    return backend.device_of(x).empty_array(shape, dtype, name, kind)
 
 
 def _factor(x: Array, f: Format, history: tuple[Array, Array] | None = None) -> Array | None:
@@ -629,7 +629,7 @@ def _factor(x: Array, f: Format, history: tuple[Array, Array] | None = None) -> 
 def _step(x: Array, f: Format, step: Array | None) -> Array | None:
     if not f.is_stochastic:
         return None
-    return step if step is not None else backend.device_of(x).zeros(1, np.int64)
+    return step if step is not None else backend.device_of(x).zero_array(1, np.int64)
 
 
 declare(fake_quantize=Kernel(rounds='x'), encode=Kernel(), decode=Kernel(), amax_factor=Kernel(),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyops import backend
+from pyops import backend, ndarray, recurrence
 from pyops.autograd import Tensor, apply, is_grad_enabled
 from pyops.autograd.mode import is_interpreted
 from pyops.autograd.tape import as_scalar
@@ -52,6 +52,7 @@ from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Mean, Softmax, Sum
 from pyops.ops.shapes import BroadcastTo, GetItem, Pad, Permute, Place, Reshape
+from pyops.params import random_generator
 from pyops.torch_methods import function_of
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def tensor(x: Numbers, like: Tensor | None = None) -> Tensor:
     return x if isinstance(x, Tensor) else Tensor(x, device=None if like is None else like.device)
 
 
-def _is_double(x: Tensor) -> bool:
+def is_double(x: Tensor) -> bool:
     """Return whether x is float64, so that a formula of array ops replaces a kernel, which takes float32."""
     return x.array.dtype == np.float64 and not is_interpreted()
 
@@ -117,7 +118,7 @@ def silu(x: Numbers, inplace: bool = False) -> Tensor:
     """Return x / (1 + e^-x), elementwise."""
     _check_inplace('silu', inplace)
     x = tensor(x)
-    return x * sigmoid(x) if _is_double(x) else apply(SiLU, x)
+    return x * sigmoid(x) if is_double(x) else apply(SiLU, x)
 
 
 def leaky_relu(x: Numbers, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
@@ -240,9 +241,9 @@ def gelu(x: Numbers, approximate: str = 'none') -> Tensor:
     if approximate not in ('none', 'tanh'):
         raise ValueError(f"gelu: approximate: expected 'none' or 'tanh', got {approximate!r}")
     x = tensor(x)
-    if approximate == 'tanh' and _is_double(x):
+    if approximate == 'tanh' and is_double(x):
         return x * (tanh((x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)) + 1) * 0.5
-    if _is_double(x):
+    if is_double(x):
         return x * apply(NormalCDF, x)
     return apply(GELU if approximate == 'none' else GELUTanh, x)
 
@@ -382,6 +383,19 @@ def softmin(x: Numbers, axis: int = -1) -> Tensor:
 def log_softmax(x: Numbers, axis: int = -1) -> Tensor:
     """Return log(softmax(x)) along an axis."""
     return apply(LogSoftmax, tensor(x), axis=axis)
+
+
+logsoftmax = log_softmax        # the needle course's name
+
+
+def make_tuple(*values: Tensor) -> tuple[Tensor, ...]:
+    """Return the Tensors as a tuple, the needle course's function; its elements have gradients as they are."""
+    return values
+
+
+def tuple_get_item(values: Sequence[Tensor], index: int) -> Tensor:
+    """Return values[index], as make_tuple."""
+    return values[index]
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------------------
@@ -549,7 +563,7 @@ def matmul(a: Numbers, b: Numbers) -> Tensor:
 
 def linear(x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Tensor:
     """Return x weight' + bias;  x (..., I), weight (O, I), bias (O,) or None -> (..., O)."""
-    if _is_double(tensor(x)):
+    if is_double(tensor(x)):
         y = tensor(x) @ tensor(weight).T
         return y if bias is None else y + bias
     parameters = {} if bias is None else {'bias': tensor(bias)}
@@ -561,23 +575,46 @@ def feed_forward(x: Numbers, w1: Numbers, b1: Numbers, w2: Numbers, b2: Numbers,
 
     activation: relu, silu or gelu
     """
+    if is_double(tensor(x)) and activation in ('relu', 'silu', 'gelu'):
+        function: Callable[[Tensor], Tensor] = {'relu': relu, 'silu': silu, 'gelu': gelu}[activation]   # type: ignore[assignment]
+        return linear(function(linear(x, w1, b1)), w2, b2)
     return apply(FeedForward, tensor(x), w1=tensor(w1), b1=tensor(b1), w2=tensor(w2), b2=tensor(b2), activation=activation)
 
 
-def embedding(ids: Numbers, weight: Numbers, padding_idx: int | None = None) -> Tensor:
+def embedding(ids: Numbers, weight: Numbers, padding_idx: int | None = None, max_norm: float | None = None,
+              norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
     """Return weight[ids];  ids (...) of any integer type, weight (V, E) -> (..., E).
 
     padding_idx: positions with this id add nothing to the gradient of weight.
+    max_norm: first scale rows of weight that are read, in place, so that their norms of order norm_type are at most this.
+    scale_grad_by_freq: divide the gradient of a row by the number of its ids.  sparse: accepted as in PyTorch, without effect.
     """
     weight = tensor(weight)
     ids = tensor(ids, weight)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
-    if not _is_double(weight):
+    if max_norm is not None:
+        _limit_rows(weight, ids, max_norm, norm_type)
+    if scale_grad_by_freq:
+        _, places, counts = np.unique(ids.numpy(), return_inverse=True, return_counts=True)
+        rows = embedding(ids, weight, padding_idx)
+        share = Tensor(1 / counts[places].reshape(*ids.shape, 1), dtype=rows.dtype, device=rows.device)
+        return rows.detach() + (rows - rows.detach()) * share           # the value of rows; a share of its gradient
+    if not is_double(weight):
         return apply(Embedding, ids, weight=weight, padding_idx=padding_idx)
     if padding_idx is None:
         return weight[ids]
     return where((ids != padding_idx).unsqueeze(-1), weight[ids], weight.detach()[ids])
+
+
+def _limit_rows(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
+    """Scale the rows weight[ids] whose norm is above max_norm down to it, in place."""
+    if is_interpreted() or backend.is_recorded():
+        raise TypeError('embedding: max_norm: expected None in a plan and in gradcheck, since it changes weight')
+    rows = np.unique(ids.numpy())
+    found = weight.detach().array[rows]
+    norms = found.norm(norm_type, 1, True)
+    weight.array[rows] = ndarray.where(norms > max_norm, found * (max_norm / (norms + 1e-7)), found)
 
 
 def embedding_bag(ids: Numbers, weight: Numbers, offsets: Numbers | None = None, mode: str = 'mean') -> Tensor:
@@ -623,7 +660,7 @@ def dropout(x: Numbers, p: float = 0.5, training: bool = True, inplace: bool = F
         return x * 0.0
     if not (training and p):
         return x
-    if _is_double(x):
+    if is_double(x):
         kept = apply(Dropout, Tensor(np.ones(x.shape, np.float32), device=x.device), _mask_number(step), p=p, key=key) != 0
         return x * kept.astype(x.dtype) / (1 - p)
     return apply(Dropout, x, _mask_number(step), p=p, key=key)
@@ -641,8 +678,11 @@ dropout2d = dropout3d = dropout1d
 
 def residual(x: Numbers, branch: Numbers, p: float = 0.0, training: bool = True, key: int = 0, step: Any = None) -> Tensor:
     """Return x + dropout(branch), computed in one pass."""
+    x = tensor(x)
+    if is_double(x):
+        return x + dropout(branch, p, training, key=key, step=step)
     step = _mask_number(step) if training and p else None
-    return apply(Residual, tensor(x), tensor(branch), step, p=p, key=key)
+    return apply(Residual, x, tensor(branch), step, p=p, key=key)
 
 
 def _filled(size: int, value: float, like: Tensor) -> Tensor:
@@ -672,7 +712,7 @@ def layer_norm(x: Numbers, normalized_shape: int | Sequence[int], weight: Number
     for name, given in (('weight', weight), ('bias', bias)):
         if given is not None and tensor(given).shape != shape:
             raise ValueError(f'{name}: expected shape {shape}, got {tensor(given).shape}')
-    if _is_double(x):
+    if is_double(x):
         axes = tuple(range(-len(shape), 0))
         centred = x - mean(x, axes, True)
         y = centred / sqrt(mean(centred * centred, axes, True) + eps)
@@ -711,7 +751,7 @@ def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | 
     if not training and (running_mean is None or running_var is None):
         raise ValueError('batch_norm: running_mean and running_var: expected arrays in evaluation, got None')
     C = x.shape[1] if x.ndim > 1 else 0
-    if _is_double(x):
+    if is_double(x):
         return _batch_norm_in_double(x, running_mean, running_var, weight, bias, training, momentum, eps)
     weight, bias = (tensor(np.full(C, default, np.float32) if given is None else given, x)
                     for given, default in ((weight, 1), (bias, 0)))
@@ -790,6 +830,9 @@ def gru(x: Numbers, h0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numb
     """
     parameters = dict(w_ih=tensor(w_ih), w_hh=tensor(w_hh), b_ih=tensor(b_ih), b_hh=tensor(b_hh))
     x = tensor(x)
+    if is_double(x):
+        return recurrence.gru(x, None if h0 is None else tensor(h0, x), **parameters, reset_before=reset_before,
+                              lengths=None if lengths is None else tensor(lengths, x))
     return apply(GRU, x, None if h0 is None else tensor(h0, x), None if lengths is None else tensor(lengths, x),
                  **parameters, reset_before=reset_before)
 
@@ -802,8 +845,11 @@ def lstm(x: Numbers, h0: Numbers | None, c0: Numbers | None, w_ih: Numbers, w_hh
     See pyops.ops.LSTM.
     """
     x = tensor(x)
-    states = (None if state is None else tensor(state, x) for state in (h0, c0, lengths))
-    y = apply(LSTM, x, *states, **_recurrent_parameters(w_ih, w_hh, b_ih, b_hh))
+    h0, c0, lengths = (None if state is None else tensor(state, x) for state in (h0, c0, lengths))
+    parameters = _recurrent_parameters(w_ih, w_hh, b_ih, b_hh)
+    if is_double(x):
+        return recurrence.lstm(x, h0, c0, **parameters, lengths=lengths)            # type: ignore[arg-type]
+    y = apply(LSTM, x, h0, c0, lengths, **parameters)
     return y[0], y[1]
 
 
@@ -815,8 +861,11 @@ def rnn(x: Numbers, h0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numb
     'relu'; lengths as in gru
     """
     x = tensor(x)
-    states = (None if state is None else tensor(state, x) for state in (h0, lengths))
-    return apply(RNN, x, *states, **_recurrent_parameters(w_ih, w_hh, b_ih, b_hh), nonlinearity=nonlinearity)
+    h0, lengths = (None if state is None else tensor(state, x) for state in (h0, lengths))
+    parameters = _recurrent_parameters(w_ih, w_hh, b_ih, b_hh)
+    if is_double(x):
+        return recurrence.rnn(x, h0, **parameters, nonlinearity=nonlinearity, lengths=lengths)      # type: ignore[arg-type]
+    return apply(RNN, x, h0, lengths, **parameters, nonlinearity=nonlinearity)
 
 
 def _recurrent_parameters(w_ih: Numbers, w_hh: Numbers, b_ih: Numbers | None, b_hh: Numbers | None) -> dict[str, Tensor | None]:
@@ -890,7 +939,7 @@ def conv2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
     """
     x, weight = tensor(x), tensor(weight)
     settings: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    if _is_double(x):
+    if is_double(x):
         filters = weight.astype(x.dtype)
         y = _each_image(x, lambda x: apply(Convolve, x, filters, sizes=sizes_of(x.array, filters.array, **settings)))
         return y if bias is None else y + tensor(bias).reshape(-1, 1, 1)
@@ -922,7 +971,7 @@ def conv_transpose2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, s
 
     def transposed(x: Tensor) -> Tensor:
         sizes = transposed_sizes(x.shape, weight.shape, output_padding, **settings)
-        if _is_double(x):
+        if is_double(x):
             return apply(ConvolveTransposed, x, weight.astype(x.dtype), sizes=sizes)
         return apply(Conv2dTransposed, x, weight=weight, size=sizes.x[2:], **settings)
     y = _each_image(x, transposed)
@@ -1063,7 +1112,7 @@ def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
 
 def _pooled(x: Tensor, op: Any, of_doubles: Any, settings: dict[str, Any]) -> Tensor:
     """Apply a pooling to images or to one image."""
-    if _is_double(x):
+    if is_double(x):
         return _each_image(x, lambda x: apply(of_doubles, x, pool=op(**settings)))
     return _each_image(x, lambda x: apply(op, x, **settings))
 
@@ -1275,7 +1324,7 @@ def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
     sizes, given = _adapted(output_size, x), x.shape[-2:]
     if not any(n % size for n, size in zip(given, sizes, strict=True)):
         return avg_pool2d(x, [n // size for n, size in zip(given, sizes, strict=True)])
-    dtype = x.dtype if _is_double(x) else None
+    dtype = x.dtype if is_double(x) else None
     rows, columns = (Tensor(_averages(n, size), device=x.device, dtype=dtype) for n, size in zip(given, sizes, strict=True))
     return rows @ x @ columns.T
 
@@ -1421,7 +1470,7 @@ def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *,
     if weight is None and reduction == 'mean' and not label_smoothing:
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         ids = labels if labels.ndim == 1 else labels.reshape(-1)
-        if not _is_double(x):
+        if not is_double(x):
             loss = as_scalar(apply(CrossEntropy, rows, ids, ignore=ignore_index))
             return loss + math.nan if _is_mean_of_none(loss, ids, ignore_index) else loss
         found = np.flatnonzero(ids.numpy() != ignore_index)
@@ -1660,6 +1709,52 @@ def multi_margin_loss(x: Numbers, labels: Numbers, p: int = 1, margin: float = 1
     if weight is not None:
         terms = terms * tensor(weight, x)[labels].unsqueeze(-1)
     return _reduced('multi_margin_loss', (terms * (1 - one_hot(labels, x.shape[-1]))).mean(-1), reduction)
+
+
+def multilabel_margin_loss(x: Numbers, labels: Numbers, reduction: str = 'mean') -> Tensor:
+    """Return the mean of sum max(0, 1 - x[right] + x[other]) / C over pairs of a right and another class; x (..., C).
+
+    labels (..., C): the right classes of each row, and -1 after the last of them
+    """
+    x, given = tensor(x), np.asarray(tensor(labels).numpy())
+    if given.shape != x.shape:
+        raise ValueError(f'multilabel_margin_loss: labels: expected shape {x.shape}, got {given.shape}')
+    right = np.zeros(given.shape, bool)
+    for place in np.ndindex(given.shape[:-1]):
+        row = given[place]
+        right[(*place, row[:np.argmax(row < 0) if (row < 0).any() else len(row)])] = True
+    counted = Tensor((right[..., :, None] & ~right[..., None, :]).astype(np.float32), device=x.device, dtype=x.dtype)
+    terms = relu(1 - x.unsqueeze(-1) + x.unsqueeze(-2)) * counted
+    return _reduced('multilabel_margin_loss', terms.sum((-2, -1)) / x.shape[-1], reduction)
+
+
+def triplet_margin_with_distance_loss(anchor: Numbers, positive: Numbers, negative: Numbers, *,
+                                      distance_function: Callable[[Tensor, Tensor], Tensor] | None = None, margin: float = 1.0,
+                                      swap: bool = False, reduction: str = 'mean') -> Tensor:
+    """Return the mean of max(0, d(anchor, positive) - d(anchor, negative) + margin) for a distance d of rows, by default
+    pairwise_distance.   swap: with the smaller of d(anchor, negative) and d(positive, negative)"""
+    distance: Any = pairwise_distance if distance_function is None else distance_function
+    anchor, positive, negative = tensor(anchor), tensor(positive), tensor(negative)
+    far = distance(anchor, negative)
+    if swap:
+        far = far.minimum(distance(positive, negative))
+    return _reduced('triplet_margin_with_distance_loss', relu(distance(anchor, positive) - far + margin), reduction)
+
+
+def gumbel_softmax(logits: Numbers, tau: float = 1.0, hard: bool = False, axis: int = -1,
+                   generator: np.random.Generator | None = None) -> Tensor:
+    """Return softmax((logits + noise) / tau) with Gumbel's noise: a sample of classes through which gradients flow.
+
+    hard: 1 at the class drawn and 0 elsewhere, with the gradient of the softmax.  generator: a numpy Generator; None: numbers
+    that depend on pyops.seed
+    """
+    x = tensor(logits)
+    noise = random_generator(generator).gumbel(size=x.shape)
+    y = softmax((x + Tensor(noise, device=x.device, dtype=x.dtype)) / tau, axis)
+    if not hard:
+        return y
+    drawn = (y.detach() == y.detach().max(axis, keepdims=True)).astype(y.dtype)
+    return drawn + (y - y.detach())
 
 
 def gaussian_nll_loss(x: Numbers, target: Numbers, var: Numbers, full: bool = False, eps: float = 1e-6,

@@ -22,8 +22,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
+from pyops.backend.arrays import BF16
+from pyops.errors import ShapeError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import DTypeLike
 
     from pyops.typing import Axis, Numbers, Shape
 
@@ -40,6 +45,16 @@ TORCH_NAMES = {
 
 # names of devices for x.to: PyTorch's, and ours of a GPU
 DEVICE_NAMES = 'cpu', 'cuda', 'cuda:0', 'gpu'
+
+
+def numpy_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return np.dtype(dtype), also for the name 'bfloat16', which numpy lacks."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        if not isinstance(dtype, str) or dtype != 'bfloat16':
+            raise
+        return BF16
 
 
 # reductions that take numpy's dtype, out, initial and where -> the number that changes no result; None: there is none
@@ -78,7 +93,7 @@ def _stored(y: Any, out: Any) -> Any:
     if out is None:
         return y
     if out.shape != y.shape:
-        raise ValueError(f'out: expected shape {y.shape}, got {out.shape}')
+        raise ShapeError(f'out: expected shape {y.shape}, got {out.shape}')
     out[...] = y.numpy() if isinstance(out, np.ndarray) else y
     return out
 
@@ -438,7 +453,7 @@ class Methods:
     def _product(self, who: str, other: Numbers, ndim: int) -> Self:
         other = self._operand(other)
         if self.ndim != ndim or other.ndim != ndim:
-            raise ValueError(f'{who}: expected two arrays of {ndim} axes, got shapes {self.shape} and {other.shape}; matmul '
+            raise ShapeError(f'{who}: expected two arrays of {ndim} axes, got shapes {self.shape} and {other.shape}; matmul '
                              'takes more shapes')
         return self @ other
 
@@ -806,7 +821,7 @@ class Methods:
                 raise ValueError(f'split: expected pieces of at least one element, got {sizes}')
             sizes = [sizes] * (n // sizes) + [n % sizes] * (n % sizes > 0)
         if sum(sizes) != n or min(sizes, default=0) < 0:
-            raise ValueError(f'split: pieces of {tuple(sizes)} do not make up axis {axis} of {n} elements')
+            raise ShapeError(f'split: pieces of {tuple(sizes)} do not make up axis {axis} of {n} elements')
         return self._pieces(tuple(sizes), d)
 
     @accepts_torch_names
@@ -971,7 +986,7 @@ class Methods:
                 y = y._moved(target)
             elif not isinstance(target, bool):              # by position, PyTorch's non_blocking
                 has = np.dtype(bool) if y._plain().is_mask else y.dtype
-                y = y if np.dtype(target) == has else y.astype(target)
+                y = y if numpy_dtype(target) == has else y.astype(target)
         return y.copy() if copy and y is self else y
 
     def type_as(self, other: Any) -> Self:

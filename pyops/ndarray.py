@@ -23,10 +23,11 @@ from pyops import backend
 from pyops.backend import row_major, small
 from pyops.backend.arrays import MAX_AXES, Array
 from pyops.backend.device import DLPACK_CUDA, Buffer
+from pyops.backend.device import Device as _Device
 from pyops.backend.numpy_device import Numpy
 from pyops.backend.recorded import recorded
 from pyops.environment import backend_name
-from pyops.errors import UserError
+from pyops.errors import ShapeError, UserError
 from pyops.methods import (
     DEVICE_NAMES,
     Methods,
@@ -36,6 +37,7 @@ from pyops.methods import (
     as_axes,
     flipped_axes,
     normal_axes,
+    numpy_dtype,
     several,
     softmax_axes,
 )
@@ -158,7 +160,7 @@ def broadcast_shape(*shapes: Shape) -> Shape:
     try:
         shape = np.broadcast_shapes(*shapes)
     except ValueError:
-        raise ValueError(f'operands could not be broadcast together with shapes {" ".join(map(str, shapes))}') from None
+        raise ShapeError(f'operands could not be broadcast together with shapes {" ".join(map(str, shapes))}') from None
     return _checked(shape)
 
 
@@ -228,7 +230,7 @@ def _reshaped(shape: Shape, strides: Shape, asked: Shape) -> tuple[Shape, Shape 
     else:
         to = asked if min(asked, default=0) >= 0 and math.prod(asked) == size else None
     if to is None:
-        raise ValueError(f'cannot reshape array of shape {shape} into shape {asked}')
+        raise ShapeError(f'cannot reshape array of shape {shape} into shape {asked}')
     return to, _view_strides(shape, strides, _checked(to))
 
 
@@ -351,7 +353,7 @@ class NDArray(Array, TorchMethods):
         if index:
             return self._element(index).item()
         if self.size != 1:
-            raise ValueError(f'can only convert an array of size 1 to a number, got shape {self.shape}')
+            raise ShapeError(f'can only convert an array of size 1 to a number, got shape {self.shape}')
         if self.buffer.device is backend.HOST and self.buffer.pointer is not None:
             value = self.buffer.pointer[self.offset]            # without an array of numpy, which takes microseconds
             return bool(value) if self.is_mask else value
@@ -380,7 +382,7 @@ class NDArray(Array, TorchMethods):
 
     def __bool__(self) -> bool:
         if self.size != 1:
-            raise ValueError(f'the truth value of an array of shape {self.shape} is ambiguous: it has {self.size} elements; '
+            raise ShapeError(f'the truth value of an array of shape {self.shape} is ambiguous: it has {self.size} elements; '
                              'use .any() or .all()')
         return bool(self.item())
 
@@ -445,7 +447,7 @@ class NDArray(Array, TorchMethods):
         """Return a view whose axis d is axis axes[d] of this array."""
         order = normal_axes(several(axes), len(self.shape))
         if len(order) != len(self.shape):
-            raise ValueError(f"permute: axes {several(axes)} don't match shape {self.shape}")
+            raise ShapeError(f"permute: axes {several(axes)} don't match shape {self.shape}")
         return _view(self, self.offset, *_permuted(self.shape, self.strides, order))
 
     @accepts_tuple('shape')
@@ -453,7 +455,7 @@ class NDArray(Array, TorchMethods):
         """Return a read-only view of another shape, with stride 0 along repeated axes.  ValueError if it does not broadcast."""
         shape = _shape_of(several(shape))
         if not _fits(self.shape, shape):
-            raise ValueError(f'could not broadcast array from shape {self.shape} into shape {shape}')
+            raise ShapeError(f'could not broadcast array from shape {self.shape} into shape {shape}')
         steps = [0 if n == 1 else step for n, step in zip(self.shape, self.strides, strict=True)]
         return _view(self, self.offset, shape, (0,) * (len(shape) - len(steps)) + tuple(steps))
 
@@ -563,7 +565,7 @@ class NDArray(Array, TorchMethods):
         if copy:
             y = self.astype(dtype)
             return y.copy() if y is self else y
-        if np.dtype(dtype) == BOOL:
+        if numpy_dtype(dtype) == BOOL:
             return self if self.is_mask else self != 0
         y = self._cast(_dtype(dtype))
         if y.buffer.mask is None:
@@ -645,7 +647,7 @@ class NDArray(Array, TorchMethods):
         while value.ndim > at.ndim and value.shape[0] == 1:
             value = value[0]
         if not _fits(value.shape, at.shape):
-            raise ValueError(f'shape mismatch: value array of shape {value.shape} could not be broadcast to indexing result of '
+            raise ShapeError(f'shape mismatch: value array of shape {value.shape} could not be broadcast to indexing result of '
                              f'shape {at.shape}')
         rows, places = value._cast(self.dtype).broadcast_to(at.shape).reshape(at.size), at.reshape(-1)
         last = last_of_equals(places)
@@ -694,7 +696,7 @@ class NDArray(Array, TorchMethods):
         while len(value.shape) > len(self.shape) and value.shape[0] == 1:
             value = value[0]
         if value.shape != self.shape and not _fits(value.shape, self.shape):
-            raise ValueError(f'could not broadcast input array from shape {value.shape} into shape {self.shape}')
+            raise ShapeError(f'could not broadcast input array from shape {value.shape} into shape {self.shape}')
         if _overlap(self, value):
             value = value.copy()
         if not self.size:
@@ -793,7 +795,7 @@ class NDArray(Array, TorchMethods):
         if self.dtype is INT and (other.dtype is not INT or op == 'divide'):
             raise TypeError(f'{op}: an int32 array cannot hold the float32 result; use astype first')
         if other.shape != self.shape and broadcast_shape(self.shape, other.shape) != self.shape:
-            raise ValueError(f'non-broadcastable output operand with shape {self.shape}: the result with an operand of shape '
+            raise ShapeError(f'non-broadcastable output operand with shape {self.shape}: the result with an operand of shape '
                              f'{other.shape} has shape {broadcast_shape(self.shape, other.shape)}')
         other = other._cast(self.dtype)
         if _overlap(self, other) and not _identical(self, other):
@@ -1153,20 +1155,28 @@ def _new(shape: Shape, dtype: np.dtype, device: Device, name: str) -> NDArray:
     return NDArray(device.allocate(shape, dtype, name), 0, shape, row_major(shape), dtype)
 
 
+def check_width(dtype: np.dtype) -> None:
+    """Raise TypeError for the dtypes of 16 bits, which arrays do not have."""
+    if dtype == backend.BF16 or dtype == np.float16:
+        raise TypeError(f'{"bfloat16" if dtype == backend.BF16 else dtype}: arrays are float32, float64, int32 or bool; for '
+                        "products of bfloat16 set device.precision = 'bf16', for numbers in 16 bits use pyops.formats.encode")
+
+
 def _dtype(dtype: DTypeLike) -> np.dtype:
     """Return the object FLOAT, DOUBLE or INT, so that dtypes can be compared by identity: INT for integers and bool."""
-    found = np.dtype(dtype)
+    found = numpy_dtype(dtype)
     if found.kind in 'iub':
         return INT
     if found == FLOAT:
         return FLOAT
     if found == DOUBLE:
         return DOUBLE
+    check_width(found)
     raise TypeError(f'{found}: expected float32, float64, int32 or bool')
 
 
 def _is_bool(dtype: DTypeLike | None) -> bool:
-    return dtype is not None and np.dtype(dtype) == BOOL
+    return dtype is not None and numpy_dtype(dtype) == BOOL
 
 
 def _common_dtype(*arrays: NDArray) -> np.dtype:
@@ -1380,13 +1390,13 @@ def _matmul(a: NDArray, b: NDArray) -> NDArray:
         return y
     _same_device(a, b)
     if not a.shape or not b.shape:
-        raise ValueError(f'matmul: shapes {a.shape} and {b.shape}: expected at least one axis each')
+        raise ShapeError(f'matmul: shapes {a.shape} and {b.shape}: expected at least one axis each')
     if a.dtype is not b.dtype:
         common = _common_dtype(a, b)
         a, b = a._cast(common), b._cast(common)
     left, right = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     if left.shape[-1] != right.shape[-2]:
-        raise ValueError(f'matmul: shapes {a.shape} and {b.shape} do not fit: {left.shape[-1]} and {right.shape[-2]}')
+        raise ShapeError(f'matmul: shapes {a.shape} and {b.shape} do not fit: {left.shape[-1]} and {right.shape[-2]}')
     batch = broadcast_shape(left.shape[:-2], right.shape[:-2])
     y = _new(_checked((*batch, left.shape[-2], right.shape[-1])), a.dtype, a.device, 'matmul')
     if 0 not in y.shape:
@@ -1439,7 +1449,7 @@ def array(obj: Numbers, dtype: DTypeLike | None = None, device: Device | None = 
     if y is not None:
         return _as_mask(y) if is_mask else y
     # Constants are never allocated in a plan's memory: a replay would not write them again.
-    memory = backend.HOST.zeros(shape, dtype)
+    memory = backend.HOST.zero_array(shape, dtype)
     with np.errstate(invalid='ignore', over='ignore'):
         memory[...] = found
     y = NDArray((device or default_device()).wrap(memory), 0, shape, row_major(shape), dtype)
@@ -1573,7 +1583,7 @@ def _concatenated(arrays: list[Any], axis: int) -> NDArray:
     d, = normal_axes((axis,), first.ndim)
     for other in arrays:
         if other.shape[:d] + other.shape[d + 1:] != first.shape[:d] + first.shape[d + 1:]:
-            raise ValueError(f'concatenate: shapes {first.shape} and {other.shape} differ in another axis than {d}')
+            raise ShapeError(f'concatenate: shapes {first.shape} and {other.shape} differ in another axis than {d}')
     y = _new(first.shape[:d] + (sum(a.shape[d] for a in arrays),) + first.shape[d + 1:], dtype, first.device, 'concatenate')
     start = 0
     for a in arrays:
@@ -1598,7 +1608,7 @@ def _stacked(arrays: list[Any], axis: int) -> NDArray:
     d, = normal_axes((axis,), first.ndim + 1)
     for other in arrays:
         if other.shape != first.shape:
-            raise ValueError(f'stack: shapes {first.shape} and {other.shape} differ')
+            raise ShapeError(f'stack: shapes {first.shape} and {other.shape} differ')
     y = _new(_checked(first.shape[:d] + (len(arrays),) + first.shape[d:]), dtype, first.device, 'stack')
     for i, a in enumerate(arrays):
         NDArray(y.buffer, i * y.strides[d], a.shape, y.strides[:d] + y.strides[d + 1:], dtype)._write(a)
@@ -1668,9 +1678,27 @@ def erf(a: NDArray) -> NDArray:
     return (y * 2 - 1).astype(a.dtype if a.dtype is not INT else FLOAT)
 
 
+def _on_device(name: str) -> Callable[..., NDArray]:
+    """Return the method of devices that makes an NDArray there as a function of pyops.creation or pyops.init does."""
+    module = 'pyops.init' if name == 'one_hot' else 'pyops.creation'
+
+    def create(self: Device, *args: Any, **named: Any) -> NDArray:
+        return getattr(importlib.import_module(module), name)(*args, **named, device=self).array
+    create.__name__, create.__doc__ = name, f'Return an NDArray on this device, as {module}.{name}.'
+    return create
+
+
+# functions of new arrays that pyops.creation has for Tensors
+_MADE = frozenset(('empty_like', 'eye', 'full_like', 'linspace', 'logspace', 'ones_like', 'rand', 'randb', 'randint', 'randn',
+                   'zeros_like'))
+# methods of devices that return NDArrays, as in the needle course
+for _name in ('empty', 'full', 'one_hot', 'ones', 'rand', 'randb', 'randn', 'zeros'):
+    setattr(_Device, _name, _on_device(_name))
+
+
 def __getattr__(name: str) -> Callable[..., NDArray]:
-    """Return the function of a method: add(x, y) is x.add(y); or of new random arrays: rand, randn, randb."""
-    if name in ('rand', 'randn', 'randb'):
+    """Return the function of a method: add(x, y) is x.add(y); or of new arrays: rand, linspace, zeros_like, ..."""
+    if name in _MADE:
         make = getattr(importlib.import_module('pyops.creation'), name)
         return lambda *shape, **named: make(*shape, **named).array
     if name not in METHODS and name not in ALIASES and name not in NUMPYS:

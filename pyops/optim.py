@@ -7,8 +7,10 @@ functions here; schedules on the host, in PyTorch's form, are in pyops/schedules
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
+import itertools
 import math
 import numbers
 import sys
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from pyops import backend, ndarray, schedules
+from pyops import backend, lbfgs, ndarray, schedules
 from pyops.backend import library, state
 from pyops.backend.kernels import Kernel, declare
 from pyops.params import Parameters
@@ -167,12 +169,14 @@ class Optimizer:
         self._own: dict[str, Any] = {}
         self._tensors: list[Any] = []
         self._together: list[Any] = []
+        self._homes: set[int] = set()                   # ids of the Parameters that are units
         self._units, self._groups = [], []
         if self.params is not None:
             unit = _own_share(self.params)
             moments = [getattr(params, name, None) for name in self.MOMENTS]
-            self._own = {name: backend.zeros(unit.values.size) for name, moment in zip(self.MOMENTS, moments, strict=True)
-                         if moment is None}             # a Parameters has Adam's moments
+            self._own = {name: backend.zeros(unit.values.size, unit.values.dtype)
+                         for name, moment in zip(self.MOMENTS, moments, strict=True) if moment is None}
+            # a Parameters has Adam's moments
             self._units = [(unit, [self._own.get(name, moment) for name, moment in zip(self.MOMENTS, moments, strict=True)])]
             self.param_groups.append(Group(self, None))
             self._groups = [self.param_groups[0]]
@@ -201,10 +205,11 @@ class Optimizer:
                             'Parameters that was given to pyops.distributed.shard')
         self._tensors += tensors
         self.param_groups.append(Group(self, tensors))
-        self._units += [(unit, [backend.zeros(unit.values.size) for _ in self.MOMENTS]) for unit in units]
+        self._units += [(unit, [backend.zeros(unit.values.size, unit.values.dtype) for _ in self.MOMENTS]) for unit in units]
         self._groups += [self.param_groups[-1]] * len(units)
         whole = {id(unit) for unit in units}
         self._together += [tensor for tensor in tensors if id(getattr(tensor, 'home', None)) in whole]
+        self._homes |= whole
         return settings
 
     def _name_own(self) -> None:
@@ -278,6 +283,8 @@ class Optimizer:
             if not tensor.requires_grad:
                 raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off later; '
                                    'create a new optimizer')
+            if id(tensor.home) not in self._homes:
+                raise RuntimeError(f'optimizer: {tensor.name} was converted to {tensor.dtype} later; create a new optimizer')
         key = None if entry else self._key()
         if key is None:
             self._launch(entry)
@@ -329,7 +336,7 @@ class Optimizer:
             return None
         key: list[Any] = [self.max_norm, self.decay, id(self.average), id(self.count), id(self.norm)]
         for (unit, moments), group in zip(self._units, self._groups, strict=True):
-            if type(unit) is not Parameters or type(unit.values) is not np.ndarray:
+            if type(unit) is not Parameters or type(unit.values) is not np.ndarray or _is_double(unit):
                 return None
             key += [id(unit.values), id(unit.grads), id(unit.touched), id(group.rate), *map(id, moments)]
             key += [group[name] for name in self.settings]
@@ -372,10 +379,34 @@ class Optimizer:
         moments = [[np.array(backend.get(moment)) for moment in self._moments_of(tensor)] for tensor in self._tensors]
         return _restored, (type(self), settings, groups, moments, int(backend.get(self.count)[0]))
 
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
+        """{Tensor: {name: moment}}: the moments by PyTorch's names, arrays over the same memory, and the number of steps.
+
+        Empty before the first step, and for an optimizer of a Parameters.
+        """
+        step = int(backend.get(self.count)[0])
+        return {tensor: {'step': step, **{self._torch_name(name): ndarray.as_ndarray(moment) for name, moment in
+                                          zip(self.MOMENTS, self._moments_of(tensor), strict=True)}}
+                for tensor in self._tensors if step}
+
+    def _torch_name(self, name: str) -> str:
+        names = TORCH_MOMENTS.get(name, (name,))
+        return names[-1] if isinstance(self, SGD) and name == 'm' or isinstance(self, Adamax) and name == 'v' or \
+            isinstance(self, Adagrad) else names[0]
+
     def _moments_of(self, tensor: Any) -> list[Any]:
         """Return the moments of a Tensor, in its shape: views of its unit's moments."""
+        return self._views(tensor, [moments for _, moments in self._units])
+
+    def _moments_in(self, state: dict[str, Any], tensor: Any) -> list[Any]:
+        """Return the same of the arrays in a state_dict."""
+        return self._views(tensor, [[state[f'{name}.{i}'] for name in self.MOMENTS] for i in range(len(self._units))])
+
+    def _views(self, tensor: Any, of_units: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the views for a Tensor of the flat arrays of its unit."""
         home: Any = getattr(tensor, 'home', None)
-        for unit, moments in self._units:
+        for (unit, _), moments in zip(self._units, of_units, strict=True):
             own: Any = getattr(unit, 'tensor', None)
             if unit is home:
                 return [home.view(moment, tensor.name) for moment in moments]
@@ -392,8 +423,9 @@ class Optimizer:
         """From now on keep an exponential moving average of the parameters in `average`: each step moves it towards them by
         1 - decay of the distance, and by more in the first steps (see docs/optimiser.md).  Requires a Parameters."""
         self._check(1, decay=decay)
-        if self.params is None:
-            raise TypeError(f'{type(self).__name__}: average_parameters: expected an optimizer of a Parameters, got Tensors')
+        if self.params is None or _is_double(self.params):
+            raise TypeError(f'{type(self).__name__}: average_parameters: expected an optimizer of a Parameters, got '
+                            f'{"Tensors" if self.params is None else "float64 parameters"}')
         self.decay, self.average = decay, backend.empty(self.params.values.shape)
         backend.copy(self.average, self.params.values)
 
@@ -444,9 +476,34 @@ class Optimizer:
         return {'step': int(backend.get(self.count)[0]), 'state': moments | average | histories,
                 'param_groups': [group.settings() for group in self.param_groups]}
 
+    def _from_torch(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of PyTorch's optimizer of the same class in the form of state_dict()."""
+        mine, found, numbers = Optimizer.state_dict(self), state['state'], itertools.count()
+        steps = {int(np.asarray(one['step'])) for one in found.values() if 'step' in one}
+        if len(steps) > 1:
+            raise ValueError(f'{type(self).__name__}: load_state_dict: expected one number of steps, got {sorted(steps)}')
+        for tensor in self._tensors:
+            one = found.get(next(numbers), {})
+            for name, place in zip(self.MOMENTS, self._moments_in(mine['state'], tensor), strict=True):
+                key = next((key for key in TORCH_MOMENTS.get(name, (name,)) if one.get(key) is not None), None)
+                value = place * 0 if key is None else np.asarray(one[key])
+                if value.shape != place.shape:
+                    raise ValueError(f'{type(self).__name__}: load_state_dict: {key}: expected shape {place.shape}, got '
+                                     f'{value.shape}; the parameters differ')
+                place[...] = value
+        groups = [{name: value for name, value in group.items()
+                   if name in ('lr', 'betas', 'initial_lr') or name in self.settings} for group in state['param_groups']]
+        # PyTorch's SGD counts no steps; here the first step is the one without a momentum
+        step = steps.pop() if steps else int(any('momentum_buffer' in one for one in found.values()))
+        return {**mine, 'step': step, 'param_groups': groups}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state from state_dict(): all of it or, if a name or a shape differs, none."""
-        mine = self.state_dict()
+        """Copy a state from state_dict(), or from PyTorch's optimizer of the same class over the same parameters: all of it or,
+        if a name or a shape differs, none."""
+        if any(isinstance(key, int) for key in state['state']) or \
+                state['param_groups'] and 'params' in state['param_groups'][0]:
+            state = self._from_torch(state)
+        mine = Optimizer.state_dict(self)
         given, groups = state['state'], state['param_groups']
         if set(given) != set(mine['state']) or len(groups) != len(self.param_groups):
             raise ValueError(f'{type(self).__name__}: load_state_dict: expected {sorted(mine["state"])} and '
@@ -459,7 +516,7 @@ class Optimizer:
                   for name, moment in zip(self.MOMENTS, moments, strict=True)} | {
                       'average': self.average, 'amax_history': self.histories and self.histories.history}
         for name, value in given.items():
-            places[name][...] = np.asarray(value, np.float32)
+            places[name][...] = np.asarray(value, places[name].dtype)
         self.count[...] = state['step']
         for group, settings in zip(self.param_groups, groups, strict=True):
             for name, value in settings.items():
@@ -474,9 +531,15 @@ class Optimizer:
         return bool(self.max_norm and norm > self.max_norm)
 
 
+# moment -> PyTorch's names of it
+TORCH_MOMENTS = {
+    'm': ('exp_avg', 'momentum_buffer'), 'v': ('exp_avg_sq', 'exp_inf'), 'most': ('max_exp_avg_sq',),
+    'square': ('square_avg', 'sum'), 'velocity': ('momentum_buffer',), 'mean_gradient': ('grad_avg',), 'moved': ('acc_delta',),
+    'average': ('ax',), 'last': ('prev',), 'size': ('step_size',)}
+
 # attributes that __init__ derives from the Tensors, or that are state
 _OF_THIS_OPTIMIZER = frozenset((
-    'rate param_groups count norm params histories average decay _units _own _tensors _together _groups _pending _work '
+    'rate param_groups count norm params histories average decay _units _own _tensors _together _homes _groups _pending _work '
     '_work_of_share _norms _recorded _parts').split())
 
 
@@ -557,20 +620,20 @@ class Adam(Optimizer):
 
     def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array, *most: Array) -> None:
         values = unit.values
-        if most:
-            self._update_with_most(unit, group, norm, m, v, *most)
+        if most or _is_double(unit):
+            self._update_by_formula(unit, group, norm, m, v, *most)
             return
         backend.launch('adam', values, m, v, unit.grads, unit.touched, norm, self.count, group.rate,
                        values.size, self.max_norm or 1.0, group['beta1'], group['beta2'], group['eps'], group['weight_decay'],
                        self.decoupled)
 
-
-    def _update_with_most(self, unit: Any, group: Group, norm: Any, *moments: Array) -> None:
-        t, values, g, m, v, most = _operands(self, unit, group, norm, moments, self.decoupled)
+    def _update_by_formula(self, unit: Any, group: Group, norm: Any, *moments: Array) -> None:
+        t, values, g, m, v, *most = _operands(self, unit, group, norm, moments, self.decoupled)
         _move(m, g, group['beta1'])
         _move(v, g * g, group['beta2'])
-        most[...] = most.maximum(v)
-        root = most.sqrt() * (1 - group['beta2'] ** t) ** -0.5 + group['eps']
+        for one in most:
+            one[...] = one.maximum(v)
+        root = (most[0] if most else v).sqrt() * (1 - group['beta2'] ** t) ** -0.5 + group['eps']
         values[...] = values - m / root * (group['lr'] / (1 - group['beta1'] ** t))
 
 
@@ -634,6 +697,8 @@ class Muon(Adam):
         """Divide the parameters into matrices and others."""
         self._parts: dict[int, tuple[list[Any], list[Any]]] = {id(unit): _split(unit, self._matrices)
                                                                for unit, _ in self._units}
+        if any(_is_double(unit) for unit, _ in self._units):
+            raise TypeError('Muon: expected parameters of float32, got float64; use Adam')
         found = [offsets for batches, _ in self._parts.values() for _, offsets in batches]
         if not found:
             raise ValueError('Muon: expected a hidden matrix among the parameters, got none; use Adam, or give matrices=')
@@ -714,6 +779,11 @@ def orthogonalized(x: Array, steps: int, coefficients: Sequence[float]) -> Array
 _LONG = 1.5
 
 
+def _is_double(unit: Any) -> bool:
+    """Return whether a unit is float64, so that a formula of array ops replaces the kernels, which take float32."""
+    return bool(unit.values.dtype == np.float64)
+
+
 class _Part(NamedTuple):
     """A part of the flat buffers, with the interface of Parameters."""
     values: Any
@@ -769,9 +839,19 @@ class SGD(Optimizer):
 
     def _update(self, unit: Any, group: Group, norm: Any, velocity: Array) -> None:
         values = unit.values
+        if _is_double(unit):
+            self._update_by_formula(unit, group, norm, velocity)
+            return
         backend.launch('sgd', values, velocity if group['momentum'] else None, unit.grads, norm, self.count, group.rate,
                        values.size, self.max_norm or 1.0, group['momentum'], group['dampening'], group['weight_decay'],
                        group['nesterov'])
+
+    def _update_by_formula(self, unit: Any, group: Group, norm: Any, *moments: Array) -> None:
+        t, values, g, velocity = _operands(self, unit, group, norm, moments)
+        if group['momentum']:
+            velocity[...] = g if t == 1 else velocity * group['momentum'] + g * (1 - group['dampening'])
+            g = g + velocity * group['momentum'] if group['nesterov'] else velocity
+        values[...] = values - g * group['lr']
 
 
 # ---- optimizers whose steps are formulas of array ops --------------------------------------------------------------------
@@ -977,6 +1057,118 @@ class Rprop(_Formula):
         values[...] = values - last.sign() * size
 
 
+class LBFGS(Optimizer):
+    """Steps along directions from an approximate second derivative (Liu and Nocedal 1989).  step(closure) computes the loss
+    several times: closure clears the gradients, runs backward and returns the loss.
+
+    max_iter: steps of a call;  max_eval: losses of a call, None: 1.25 max_iter;  history_size: differences that are kept
+    tolerance_grad, tolerance_change: a call ends at smaller gradients, and at smaller changes of parameters or loss
+    line_search_fn: None: steps of length lr; 'strong_wolfe': a search.  One parameter group; vectors are on the host, float64.
+    """
+    settings = 'max_iter', 'max_eval', 'tolerance_grad', 'tolerance_change', 'history_size', 'line_search_fn'
+
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 1.0, max_iter: int = 20, max_eval: int | None = None,
+                 tolerance_grad: float = 1e-7, tolerance_change: float = 1e-9, history_size: int = 100,
+                 line_search_fn: str | None = None) -> None:
+        super().__init__(params, lr, None, 0.0)
+        if len(self.param_groups) != 1:
+            raise ValueError(f'LBFGS: expected one parameter group, got {len(self.param_groups)}')
+        self.max_iter, self.max_eval = max_iter, max_iter * 5 // 4 if max_eval is None else max_eval
+        self.tolerance_grad, self.tolerance_change, self.history_size = tolerance_grad, tolerance_change, history_size
+        self.line_search_fn = line_search_fn
+        for name in self.settings:
+            self._check_setting(name, getattr(self, name))
+        self._memory, self._evaluations = lbfgs.Memory(history_size), 0
+        self._last: Any = None              # direction, length and gradient of the last step
+        self._apply_groups()
+
+    def _check_setting(self, name: str, value: Any) -> None:
+        if name == 'line_search_fn':
+            if value not in (None, 'strong_wolfe'):
+                raise ValueError(f"LBFGS: line_search_fn: expected None or 'strong_wolfe', got {value!r}")
+        else:
+            super()._check_setting(name, value)
+
+    def step(self, closure: Callable[[], Any] | None = None, *, entry: Entry | None = None) -> Any:
+        """Make up to max_iter steps, and return the first loss.   entry: None"""
+        if closure is None or entry is not None:
+            raise TypeError('LBFGS: step: expected closure, a function that clears the gradients, runs backward and returns '
+                            'the loss, and no entry')
+        group, last = self.param_groups[0], self._last
+
+        def evaluate(x: np.ndarray, direction: np.ndarray, length: float) -> lbfgs.Point:
+            self._write(x + length * direction)
+            return self._point(closure(), length, direction)
+        first_loss = closure()
+        now, evaluations = self._point(first_loss, 0.0, None), 1
+        for left in range(int(group['max_iter']), 0, -1):
+            if np.abs(now.gradient).max() <= group['tolerance_grad']:
+                break
+            self.count += 1
+            if last is None:
+                direction, length = -now.gradient, min(1.0, 1.0 / float(np.abs(now.gradient).sum())) * group['lr']
+            else:
+                before, moved, gradient = last
+                self._memory.add(before * moved, now.gradient - gradient)
+                direction, length = self._memory.direction(now.gradient), group['lr']
+            slope = float(now.gradient @ direction)
+            last = direction, length, now.gradient
+            if slope > -group['tolerance_change']:
+                break
+            x, start = self._values(), now._replace(step=0.0, slope=slope)
+            if group['line_search_fn']:
+                now, tries = lbfgs.strong_wolfe(lambda t: evaluate(x, direction, t), start, length,     # noqa: B023
+                                                float(np.abs(direction).max()), int(group['max_eval']) - evaluations)
+                self._write(x + now.step * direction)
+            elif left > 1:
+                now, tries = evaluate(x, direction, length), 1
+            else:                                       # the loss there would decide nothing
+                self._write(x + length * direction)
+                now, tries = start._replace(step=length), 0
+            last, evaluations = (direction, now.step, start.gradient), evaluations + tries
+            moved = np.abs(direction * now.step).max()
+            if evaluations >= group['max_eval'] or moved <= group['tolerance_change'] or \
+                    abs(now.loss - start.loss) < group['tolerance_change']:
+                break
+        self._last, self._evaluations = last, self._evaluations + evaluations
+        return first_loss
+
+    def _point(self, loss: Any, step: float, direction: np.ndarray | None) -> lbfgs.Point:
+        gradient = self._flat(lambda tensor: tensor.grad, lambda params: params.grads)
+        return lbfgs.Point(step, float(loss), gradient, 0.0 if direction is None else float(gradient @ direction))
+
+    def _values(self) -> np.ndarray:
+        return self._flat(lambda tensor: tensor, lambda params: params.values)
+
+    def _flat(self, of_tensor: Callable[[Any], Any], of_params: Callable[[Parameters], Any]) -> np.ndarray:
+        """Return numbers of all parameters as one float64 vector."""
+        if self.params is not None:
+            return backend.get(of_params(self.params)).astype(np.float64)
+        found = [(of_tensor(tensor), tensor.size) for tensor in self._tensors]
+        return np.concatenate([np.zeros(size) if one is None else one.numpy().reshape(-1) for one, size in found],
+                              dtype=np.float64)
+
+    def _write(self, x: np.ndarray) -> None:
+        """Set all parameters to the numbers of a vector."""
+        if self.params is not None:
+            ndarray.as_ndarray(self.params.values)[...] = ndarray.array(x, self.params.values.dtype)
+            return
+        for tensor, part in zip(self._tensors, np.split(x, np.cumsum([one.size for one in self._tensors])[:-1]), strict=True):
+            tensor.array[...] = part.reshape(tensor.shape).astype(tensor.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the kept differences, the last step, the settings and the number of steps."""
+        return {**super().state_dict(), 'state': copy.deepcopy({
+            'memory': vars(self._memory), 'last': self._last, 'func_evals': self._evaluations})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy a state from state_dict()."""
+        given = copy.deepcopy(state['state'])
+        super().load_state_dict({**state, 'state': {}})
+        vars(self._memory).update(given['memory'])
+        self._last, self._evaluations = given['last'], given['func_evals']
+
+
 # optimizers whose steps allocate nothing: the arguments of their kernels are the same in every step
 _WITHOUT_TEMPORARIES = Adam, AdamW, SGD
 
@@ -1005,9 +1197,9 @@ class _Alone:
 
 def _flat(tensor: Tensor) -> Any:
     array = tensor.device.kernel_view(tensor.array)
-    if array.dtype != np.float32 or not tensor.array.is_compact():
-        raise TypeError(f'optimizer: expected contiguous float32 Tensors, got {array.dtype}, shape {array.shape}, '
-                        f'strides {array.strides}')
+    if array.dtype not in (np.float32, np.float64) or not tensor.array.is_compact():
+        raise TypeError(f'optimizer: expected contiguous Tensors of float32 or float64, got {array.dtype}, shape '
+                        f'{array.shape}, strides {array.strides}')
     return array.reshape(-1)
 
 
@@ -1029,6 +1221,13 @@ def _find_norm(units: Sequence[Any], norm: Array, norms: Array | None, work: Arr
                logged: tuple[Array, Entry] | None = None) -> None:
     """Compute the norm of the gradients of the units: the norm of their norms.  norms: an array of them, None for one unit.
     logged: the step count, which the last launch increments, and the entry that it appends to a log"""
+    if any(map(_is_double, units)):                     # formulas, whose steps no plan records; so this is the first launch
+        norm[...] = math.sqrt(sum(float((ndarray.as_ndarray(unit.grads) ** 2).sum()) for unit in units))
+        if logged is not None:
+            count, entry = logged
+            backend.launch('increment', count)
+            backend.launch('log_step', entry.log, entry.written, entry.loss, entry.weight, norm, 1, entry.capacity)
+        return
     calls = [(norm if norms is None else norms[i:i + 1], unit.grads, unit.touched, unit.grads.size)
              for i, unit in enumerate(units)]
     if norms is not None:
@@ -1055,7 +1254,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     units = [unit for unit in update_units(x for x in given if x.grad is not None) if unit.grads is not None]
     if not units:
         return ndarray.zeros(())
-    if norm_type != 2:
+    if norm_type != 2 or any(map(_is_double, units)):
         gradients = [ndarray.as_ndarray(unit.grads) for unit in units]
         each = [float(g.abs().max()) if norm_type == math.inf else float((g.abs() ** norm_type).sum()) for g in gradients]
         total = max(each) if norm_type == math.inf else sum(each) ** (1 / norm_type)

@@ -22,6 +22,8 @@ from pyops.backend.kernels import Kernel, declare
 if TYPE_CHECKING:
     from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
 
+    from numpy.typing import DTypeLike
+
     from pyops.distributed import Shares
     from pyops.typing import Array, Init, Shape
 
@@ -103,29 +105,33 @@ class Parameters:
     """A model's parameters, from {name: Spec}.  params[name] is a Parameter; values, grads, m, v are flat float32 buffers (n,).
 
     seed: of the initial values; None leaves them 0, for values loaded from elsewhere.
+    dtype: float32, or float64 in host memory for modules of that dtype; see nn.Module.double.
     touched: int32, one word per PYOPS_GRAD_BLOCK floats of grads; None if no parameter is sparse.
     shares: None, or the pyops.distributed.Shares among the ranks; then m and v hold the share of this rank alone.
     rounded: the values as bfloat16 (n,), if the device stores activations as bfloat16, else None.
     """
 
-    def __init__(self, specs: Mapping[str, Spec], seed: int | None = 0) -> None:
-        self.seed, self._places, n = seed, {}, 0
+    def __init__(self, specs: Mapping[str, Spec], seed: int | None = 0, dtype: DTypeLike = np.float32) -> None:
+        self.seed, self._places, self.dtype, n = seed, {}, np.dtype(dtype), 0
+        is_float32 = self.dtype == np.float32
+        if not (is_float32 or backend.current_device().is_host):
+            raise TypeError(f'parameters of {self.dtype} are on the CPU only, got {backend.current_device()}; use float32')
         self._block = library.cpu().lib.PYOPS_GRAD_BLOCK
         for name, spec in specs.items():
             align = self._block if spec.sparse else ALIGN       # shares no block with the parameter before it
             start = -(-n // align) * align
             self._places[name] = (start, spec.shape)
             n = start + -(-math.prod(spec.shape) // ALIGN) * ALIGN
-        self.values, self.grads, self.m, self.v = (backend.zeros(n) for _ in range(4))
-        half = backend.activations() == backend.BF16
+        self.values, self.grads, self.m, self.v = (backend.zeros(n, self.dtype) for _ in range(4))
+        half = is_float32 and backend.activations() == backend.BF16
         self.rounded = backend.zeros(n, backend.BF16) if half else None
         self._is_rounded = False            # inside rounded_once()
-        self._sparse = {name for name, spec in specs.items() if spec.sparse}
+        self._sparse = {name for name, spec in specs.items() if spec.sparse and is_float32}
         self.touched = backend.put(self._untouched(n)) if self._sparse else None
         if seed is not None:
             for name, spec in specs.items():
                 self.view(self.values, name)[...] = spec.init(generator(seed, name), spec.shape)
-        self._inits = {name: spec.init for name, spec in specs.items()}
+        self._inits = {name: getattr(spec.init, '__doc__', None) or 'given values' for name, spec in specs.items()}
         self.shares: Shares | None = None
 
     def parts(self) -> Iterator[tuple[str, tuple[int, Shape], Array | None]]:
@@ -199,7 +205,7 @@ class Parameters:
 
     def initial(self, name: str) -> str:
         """Describe the initial values of a parameter, such as 'zeros'."""
-        return getattr(self._inits[name], '__doc__', None) or 'given values'
+        return self._inits[name]
 
     def round(self) -> None:
         """Copy the values to `rounded`, if there is one.  A model calls it at the start of each forward pass, so that products
@@ -218,7 +224,9 @@ class Parameters:
             self._is_rounded = before
 
     def zero_grads(self) -> None:
-        if self.touched is None:
+        if self.dtype != np.float32:
+            self.grads.fill(0)
+        elif self.touched is None:
             backend.launch('fill', self.grads, self.grads.size, 0.0)
         else:
             backend.launch('zero_touched', self.grads, self.touched, self.grads.size)

@@ -348,7 +348,7 @@ class SequentialLR(_Steps):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for one, own in zip(self._schedulers, state['_schedulers'], strict=True):
             one.load_state_dict(own)
-        super().load_state_dict({name: value for name, value in state.items() if name != '_schedulers'})
+        _Steps.load_state_dict(self, {name: value for name, value in state.items() if name != '_schedulers'})
 
 
 class ChainedScheduler(_Steps):

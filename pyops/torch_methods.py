@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from pyops.errors import ShapeError
 from pyops.methods import Methods, _index, _numpy, _plain, accepts_torch_names, as_axes, normal_axes, several
 
 if TYPE_CHECKING:
@@ -427,7 +428,7 @@ class TorchMethods(Methods):
         if -1 in sizes:
             sizes[sizes.index(-1)] = self.shape[d] // -math.prod(sizes)
         if math.prod(sizes) != self.shape[d]:
-            raise ValueError(f'unflatten: sizes {sizes} do not make up axis {axis} of {self.shape[d]} elements')
+            raise ShapeError(f'unflatten: sizes {sizes} do not make up axis {axis} of {self.shape[d]} elements')
         return self._reshape((*self.shape[:d], *sizes, *self.shape[d + 1:]))
 
     # ---- writing, into a copy ----------------------------------------------------------------------
@@ -436,7 +437,7 @@ class TorchMethods(Methods):
         """Return the index of the elements x[..., index[..., j, ...], ...] along an axis."""
         d, at = normal_axes(axis, self.ndim)[0], _numpy(index)
         if at.ndim != self.ndim:
-            raise ValueError(f'{who}: index and array must have the same number of axes, got {at.ndim} and {self.ndim}')
+            raise ShapeError(f'{who}: index and array must have the same number of axes, got {at.ndim} and {self.ndim}')
         places: list[Any] = list(np.indices(at.shape, sparse=True))
         places[d] = at
         return tuple(places)
@@ -507,6 +508,14 @@ class TorchMethods(Methods):
         """PyTorch's name of astype."""
         return self.astype(dtype)
 
+    def half(self) -> Self:
+        """Raise TypeError: there are no arrays of 16 bits.  The message says what there is in their place."""
+        return self.to('float16')
+
+    def bfloat16(self) -> Self:
+        """Raise TypeError, as half."""
+        return self.to('bfloat16')
+
     def stride(self, dim: int | None = None) -> Any:
         """Return the strides in elements, or one axis's stride."""
         strides = self._plain().strides
@@ -562,7 +571,7 @@ _define()
 def check_stored(result: Any, x: Any) -> None:
     """Raise ValueError or TypeError if a result cannot replace the elements of x."""
     if result.shape != x.shape:
-        raise ValueError(f'in place: a result of shape {result.shape} cannot be stored in an array of shape {x.shape}')
+        raise ShapeError(f'in place: a result of shape {result.shape} cannot be stored in an array of shape {x.shape}')
     result_dtype, own = (np.dtype(bool) if a._plain().is_mask else a.dtype for a in (result, x))
     if not np.can_cast(result_dtype, own, 'same_kind'):
         raise TypeError(f'in place: a result of {result_dtype} cannot be stored in an array of {own}; convert it first')

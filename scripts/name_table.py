@@ -32,6 +32,7 @@ NOTES = {
     'split': "sizes of the pieces, as PyTorch; `np.split(x, ...)` takes numpy's arguments",
     'var': 'divides by n - ddof with ddof=0, as numpy; `F.var` by n - 1, as PyTorch',
     'std': 'as `var`',
+    'half': 'a `TypeError` that says what there is in its place', 'bfloat16': 'as `half`',
     'aminmax': 'a tuple', 'cummax': 'with int32 indices', 'cummin': 'with int32 indices', 'kthvalue': 'with int32 indices',
     'max': 'the values alone, as numpy; `argmax` has the indices',
     'min': 'the values alone, as numpy',
@@ -94,8 +95,7 @@ REMEDIES = {
                     'shapes do not change in place: `x = x.unsqueeze(0)`, `x.reshape(...)`'),
     **dict.fromkeys(('bitwise_and', 'bitwise_or', 'bitwise_xor', 'bitwise_not'), 'the operators `&`, `|`, `^`, `~`'),
     **dict.fromkeys(('bitwise_left_shift', 'bitwise_right_shift'), 'the operators `<<` and `>>`'),
-    **dict.fromkeys(('half', 'bfloat16', 'byte', 'char', 'short'), 'dtypes are float32, float64, int32 and bool; '
-                    'bfloat16 of products: `device.precision`'),
+    **dict.fromkeys(('byte', 'char', 'short'), 'dtypes are float32, float64, int32 and bool'),
     **dict.fromkeys(('cuda', 'is_cuda', 'is_cpu', 'get_device', 'to_device'), "`x.to('cuda')`, `x.device`"),
     **dict.fromkeys(('data_ptr', 'storage', 'untyped_storage', 'storage_offset', 'base', 'ctypes', 'flags', 'strides'),
                     '`x.stride()`; of an NDArray also `buffer`, `offset`, `strides`'),

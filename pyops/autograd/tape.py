@@ -15,6 +15,7 @@ import numpy as np
 
 from pyops import backend, ndarray
 from pyops.autograd.mode import mode
+from pyops.errors import ShapeError
 from pyops.ndarray import NDArray
 from pyops.ops.array import ArrayOp
 from pyops.params import Parameter
@@ -127,7 +128,7 @@ def gradient_for(tensor: Recorded, value: Numbers) -> Tensor:
         value = constant(as_array(value if isinstance(value, NDArray) else np.asarray(value, tensor.dtype), tensor.device,
                                   None if isinstance(value, NDArray) else tensor.dtype))
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
-        raise ValueError(f'grad: expected shape {tensor.shape} and {tensor.dtype}, got {value.shape} and {value.dtype}')
+        raise ShapeError(f'grad: expected shape {tensor.shape} and {tensor.dtype}, got {value.shape} and {value.dtype}')
     return value
 
 

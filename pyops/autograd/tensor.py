@@ -15,7 +15,8 @@ from pyops import backend, ndarray
 from pyops.autograd.gradients import backward
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import Recorded, apply, as_array, wrap
-from pyops.methods import accepts_torch_names, accepts_tuple, arrays_of, flipped_axes, normal_axes, several
+from pyops.errors import DtypeError, ShapeError
+from pyops.methods import accepts_torch_names, accepts_tuple, arrays_of, flipped_axes, normal_axes, numpy_dtype, several
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
 from pyops.ops.double import NormalCDF
@@ -92,7 +93,7 @@ class Tensor(Recorded, TorchMethods):
 
     def __bool__(self) -> bool:
         if self.size != 1:
-            raise ValueError(f'the truth value of a tensor of shape {self.shape} is ambiguous: it has {self.size} elements; '
+            raise ShapeError(f'the truth value of a tensor of shape {self.shape} is ambiguous: it has {self.size} elements; '
                              'use .any() or .all()')
         return bool(self.item())
 
@@ -135,7 +136,7 @@ class Tensor(Recorded, TorchMethods):
         if index:
             return self.array.item(*index)
         if self.size != 1:
-            raise ValueError(f'item: expected a tensor of one element, got shape {self.shape}')
+            raise ShapeError(f'item: expected a tensor of one element, got shape {self.shape}')
         return self.array.numpy().item()
 
     def tolist(self) -> Any:
@@ -151,7 +152,7 @@ class Tensor(Recorded, TorchMethods):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if requires_grad and self.dtype.kind != 'f':
-            raise TypeError(f'requires_grad: expected a tensor of floats, got {self.dtype}: only real numbers have a gradient')
+            raise DtypeError(f'requires_grad: expected a tensor of floats, got {self.dtype}: only real numbers have a gradient')
         if not requires_grad and self.origin is not None:
             raise RuntimeError('requires_grad can be switched off for leaves only; use detach()')
         self.requires_grad = requires_grad
@@ -326,7 +327,7 @@ class Tensor(Recorded, TorchMethods):
         copy: return a copy also of a tensor of that dtype."""
         if copy and self.dtype == np.dtype(dtype):
             return self.copy()
-        to = np.dtype(dtype)
+        to = numpy_dtype(dtype)
         if to.kind == 'f' and self.dtype.kind == 'f':
             return apply(shapes.AsType, self, dtype=to)
         return wrap(self.array.astype(to), None)

@@ -37,6 +37,7 @@ from pyops.backend.arrays import (  # noqa: F401  (callers import these from her
 )
 from pyops.backend.host import HOST
 from pyops.backend.state import hooks  # noqa: F401
+from pyops.errors import ShapeError
 
 state.device = HOST
 _FLOAT = np.dtype(np.float32)
@@ -88,7 +89,7 @@ def empty(shape, dtype=np.float32, name='tensor', kind='intermediate'):
     name    its name in a plan, beginning with the name of the op: 'encoder.y'
     kind    its kind in a plan: 'intermediate', 'gradient' or 'scratch'
     """
-    return state.device.empty(shape, dtype, name, kind)
+    return state.device.empty_array(shape, dtype, name, kind)
 
 
 def empty_gradient(shape, name, dtype=np.float32):
@@ -114,7 +115,7 @@ def float32_activations():
 
 def zeros(shape, dtype=np.float32):
     """Return a C-contiguous array of zeros, which a plan never allocates."""
-    return state.device.zeros(shape, dtype)
+    return state.device.zero_array(shape, dtype)
 
 
 def put(array):
@@ -140,7 +141,7 @@ def axes(name, array, names):
     if not is_array(array):
         raise TypeError(f'{name}: expected an array, got {type(array).__name__}')
     if array.ndim != len(names.split()):
-        raise ValueError(f'{name}: expected shape ({", ".join(names.split())}), got {array.shape}')
+        raise ShapeError(f'{name}: expected shape ({", ".join(names.split())}), got {array.shape}')
     return array.shape
 
 
@@ -163,7 +164,7 @@ def check(name, array, shape, dtype=_FLOAT):
     if not is_contiguous(array):
         raise TypeError(f'{name}: expected a C-contiguous array, got shape {array.shape} with strides {array.strides}; copy it')
     if array.shape != tuple(shape):
-        raise ValueError(f'{name}: expected shape {tuple(shape)}, got {array.shape}')
+        raise ShapeError(f'{name}: expected shape {tuple(shape)}, got {array.shape}')
 
 
 def check_rows(name, array, shape, dtype=_FLOAT):
@@ -171,7 +172,7 @@ def check_rows(name, array, shape, dtype=_FLOAT):
     of a larger array.  Return the distance in elements."""
     _check_dtype(name, array, dtype)
     if array.shape != tuple(shape):
-        raise ValueError(f'{name}: expected shape {tuple(shape)}, got {array.shape}')
+        raise ShapeError(f'{name}: expected shape {tuple(shape)}, got {array.shape}')
     *rows, D = array.shape
     if is_contiguous(array):
         return D

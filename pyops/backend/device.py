@@ -92,7 +92,7 @@ class Device:
 
     # ---- allocate
 
-    def empty(self, shape, dtype, name='', kind='intermediate'):
+    def empty_array(self, shape, dtype, name='', kind='intermediate'):
         """Return an uninitialized C-contiguous array for ops: memory of the plan that records on this device, if any.
         name, kind: its name and kind in the plan."""
         if state.on_allocate is None or not self._records():
@@ -103,12 +103,12 @@ class Device:
         """Return an uninitialized C-contiguous array for ops, which no plan owns."""
         raise NotImplementedError
 
-    def zeros(self, shape, dtype):
+    def zero_array(self, shape, dtype):
         """Return a C-contiguous array of zeros for ops, which no plan owns."""
         raise NotImplementedError
 
     def allocate(self, shape, dtype, name):
-        """Return the uninitialized Buffer of an NDArray; memory and name as for `empty`."""
+        """Return the uninitialized Buffer of an NDArray; memory and name as for `empty_array`."""
         raise NotImplementedError
 
     def memory(self):

@@ -187,7 +187,7 @@ class GPU(KernelOperations):
         shape, dtype = as_shape(shape), np.dtype(dtype)
         return self._array(self.block(math.prod(shape) * dtype.itemsize), shape, dtype)
 
-    def zeros(self, shape, dtype):
+    def zero_array(self, shape, dtype):
         array = self.new(shape, dtype)
         _call('pyops_device_zero', array.location(), array.nbytes, self.stream)
         return array

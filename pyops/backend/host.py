@@ -54,13 +54,13 @@ class Host(Device):
 
     # ---- allocate
 
-    def empty(self, shape, dtype, name='', kind='intermediate'):
+    def empty_array(self, shape, dtype, name='', kind='intermediate'):
         # a small array of numpy's, in a fifth of the time; kernels may expect that scratch memory is aligned
         if state.on_allocate is None and kind != 'scratch':
             count = shape if type(shape) is int else math.prod(shape) if type(shape) is tuple else SMALL
             if count <= FEW:
                 return np.empty(shape, dtype)
-        return super().empty(shape, dtype, name, kind)
+        return super().empty_array(shape, dtype, name, kind)
 
     def new(self, shape, dtype):
         dtype, shape = np.dtype(dtype), as_shape(shape)
@@ -69,11 +69,11 @@ class Host(Device):
             return _aligned(np.empty, nbytes, shape, dtype)
         return LARGE.empty(shape, dtype)
 
-    def zeros(self, shape, dtype):
+    def zero_array(self, shape, dtype):
         return aligned(np.zeros, shape, dtype)
 
     def allocate(self, shape, dtype, name):
-        return self.wrap(self.empty(shape, dtype, name))
+        return self.wrap(self.empty_array(shape, dtype, name))
 
     def memory(self):
         return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
@@ -174,7 +174,7 @@ class Host(Device):
     # ---- record and replay
 
     def block(self, nbytes):
-        return Block(self, self.zeros(nbytes, _BYTE))
+        return Block(self, self.zero_array(nbytes, _BYTE))
 
     def lease(self, block, shape, dtype, give_back):
         return np.asarray(_Lease(block, shape, dtype, give_back))

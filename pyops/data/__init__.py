@@ -12,6 +12,7 @@ if TYPE_CHECKING:       # the names of _HOMES
         Dataset,
         IterableDataset,
         MNISTDataset,
+        NDArrayDataset,
         Subset,
         TensorDataset,
         random_split,
@@ -26,20 +27,20 @@ if TYPE_CHECKING:       # the names of _HOMES
         WeightedRandomSampler,
     )
     from pyops.data.transforms import RandomCrop, RandomFlipHorizontal
-    from pyops.data.words import WordCorpus, WordDataset, batchify
+    from pyops.data.words import WordCorpus, WordDataset, batchify, get_batch
 
 _HOMES = {
-    **dict.fromkeys(('ArrayDataset', 'ConcatDataset', 'Dataset', 'IterableDataset', 'MNISTDataset', 'Subset', 'TensorDataset',
-                     'random_split'), 'datasets'),
+    **dict.fromkeys(('ArrayDataset', 'ConcatDataset', 'Dataset', 'IterableDataset', 'MNISTDataset', 'NDArrayDataset', 'Subset',
+                     'TensorDataset', 'random_split'), 'datasets'),
     **dict.fromkeys(('DataLoader', 'default_collate'), 'loader'), 'CIFAR10Dataset': 'cifar',
     **dict.fromkeys(('BatchSampler', 'RandomSampler', 'Sampler', 'SequentialSampler', 'SubsetRandomSampler',
                      'WeightedRandomSampler'), 'samplers'),
-    **dict.fromkeys(('WordCorpus', 'WordDataset', 'batchify'), 'words'),
+    **dict.fromkeys(('WordCorpus', 'WordDataset', 'batchify', 'get_batch'), 'words'),
     **dict.fromkeys(('RandomFlipHorizontal', 'RandomCrop'), 'transforms')}
 __all__ = ['ArrayDataset', 'BatchSampler', 'CIFAR10Dataset', 'ConcatDataset', 'DataLoader', 'Dataset', 'IterableDataset',
-           'MNISTDataset', 'RandomCrop', 'RandomFlipHorizontal', 'RandomSampler', 'Sampler', 'SequentialSampler', 'Subset',
-           'SubsetRandomSampler', 'TensorDataset', 'WeightedRandomSampler', 'WordCorpus', 'WordDataset', 'batchify',
-           'default_collate', 'random_split']
+           'MNISTDataset', 'NDArrayDataset', 'RandomCrop', 'RandomFlipHorizontal', 'RandomSampler', 'Sampler',
+           'SequentialSampler', 'Subset', 'SubsetRandomSampler', 'TensorDataset', 'WeightedRandomSampler', 'WordCorpus',
+           'WordDataset', 'batchify', 'default_collate', 'get_batch', 'random_split']
 
 
 def __getattr__(name: str) -> Any:

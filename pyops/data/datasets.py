@@ -36,6 +36,15 @@ class Dataset:
     def __init__(self, transforms: Iterable[Callable[..., Any]] = ()) -> None:
         self.transforms = list(transforms or ())
 
+    _transforms_itself = False                            # whether __getitem__ applies the transforms
+
+    def apply_transforms(self, x: Any) -> Any:
+        """Return x after all transforms, for a __getitem__ of a subclass; a loader then does not apply them again."""
+        self._transforms_itself = True
+        for transform in self.transforms:
+            x = transform(x)
+        return x
+
     def __len__(self) -> int:
         raise NotImplementedError(f'{type(self).__name__}.__len__')
 
@@ -47,7 +56,7 @@ class Dataset:
         if type(self).batch is not Dataset.batch:           # __getitem__ returns transformed samples, of another epoch
             return list(zip(*self.batch(rows, seed, epoch), strict=True))
         samples = [self[int(row)] for row in rows]
-        if not self.transforms:
+        if not self.transforms or self._transforms_itself:
             return samples
         return [(apply_all(self.transforms, np.asarray(first)[None], seed, epoch, rows[i:i + 1])[0], *others)
                 for i, (first, *others) in enumerate(samples)]
@@ -60,7 +69,7 @@ class Dataset:
                 raise TypeError(
                     f'{type(self).__name__}[{row}]: expected a tuple such as (image, label), got {type(sample).__name__}')
         first, *rest = (np.stack(column) for column in zip(*samples, strict=True))
-        return apply_all(self.transforms, first, seed, epoch, rows), *rest
+        return (first if self._transforms_itself else apply_all(self.transforms, first, seed, epoch, rows)), *rest
 
     def at(self, index: Any) -> tuple[Any, ...]:
         """Return batch(), with seed 0 and epoch 0, for a slice or indices; for a single index without the first axis."""
@@ -91,6 +100,9 @@ class ArrayDataset(Dataset):
     def batch(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> tuple[Any, ...]:
         first, *rest = (array[rows] for array in self.arrays)
         return apply_all(self.transforms, first, seed, epoch, rows), *rest
+
+
+NDArrayDataset = ArrayDataset           # the needle course's name
 
 
 class TensorDataset(ArrayDataset):

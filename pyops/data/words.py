@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from pyops.autograd import Tensor
 from pyops.backend import get
 from pyops.data.datasets import Dataset
 from pyops.errors import UserError
@@ -13,6 +14,9 @@ from pyops.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from numpy.typing import DTypeLike
+
+    from pyops.backend.device import Device
     from pyops.typing import PathLike
 
 END, UNKNOWN = '<eos>', '<unk>'
@@ -90,6 +94,18 @@ def batchify(ids: np.ndarray, batch_size: int) -> np.ndarray:
         raise ValueError(f'batchify: batch_size: expected 1 to {len(ids)}, the length of the text, got {batch_size}')
     steps = len(ids) // batch_size
     return np.ascontiguousarray(ids[:steps * batch_size].reshape(batch_size, steps).T)
+
+
+def get_batch(batches: np.ndarray, i: int, bptt: int, device: Device | None = None,
+              dtype: DTypeLike = np.int32) -> tuple[Tensor, Tensor]:
+    """Return bptt rows of a text from batchify, from row i on, or fewer at its end, (T, batch_size), and the words that follow
+    them (T batch_size,): the needle course's function."""
+    steps = min(bptt, len(batches) - 1 - i)
+    if not (0 <= i and steps > 0):
+        raise ValueError(f'get_batch: i: expected 0 to {len(batches) - 2}, before the last row, got {i}')
+    found = np.asarray(batches)[i:i + steps + 1].astype(np.int32)
+    return (Tensor(found[:-1], device=device, dtype=dtype),
+            Tensor(found[1:].reshape(-1), device=device, dtype=dtype))
 
 
 class WordDataset(Dataset):

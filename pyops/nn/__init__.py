@@ -102,6 +102,19 @@ from pyops.nn.layers import (
     Softmax,
     Unflatten,
 )
+from pyops.nn.lazy import (
+    LazyBatchNorm1d,
+    LazyBatchNorm2d,
+    LazyBatchNorm3d,
+    LazyConv1d,
+    LazyConv2d,
+    LazyConv3d,
+    LazyConvTranspose1d,
+    LazyConvTranspose2d,
+    LazyInstanceNorm1d,
+    LazyInstanceNorm2d,
+    LazyLinear,
+)
 from pyops.nn.losses import (
     BCELoss,
     BCEWithLogitsLoss,
@@ -116,6 +129,7 @@ from pyops.nn.losses import (
     L1Loss,
     MarginRankingLoss,
     MSELoss,
+    MultiLabelMarginLoss,
     MultiLabelSoftMarginLoss,
     MultiMarginLoss,
     NLLLoss,
@@ -125,6 +139,7 @@ from pyops.nn.losses import (
     SoftMarginLoss,
     SoftmaxLoss,
     TripletMarginLoss,
+    TripletMarginWithDistanceLoss,
 )
 from pyops.nn.module import FunctionLayer, KernelLayer, Layer, Module, Parameter
 from pyops.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
@@ -137,16 +152,18 @@ __all__ = ['AdaptiveAvgPool1d', 'AdaptiveAvgPool2d', 'AdaptiveMaxPool1d', 'Adapt
            'Fold', 'FunctionLayer', 'GELU', 'GLU', 'GRU', 'GRUCell', 'GaussianNLLLoss', 'GroupNorm', 'Hardshrink',
            'Hardsigmoid', 'Hardswish', 'Hardtanh', 'HingeEmbeddingLoss', 'HuberLoss', 'Identity', 'InstanceNorm1d',
            'InstanceNorm2d', 'KLDivLoss', 'KernelLayer', 'L1Loss', 'LSTM', 'LSTMCell', 'Layer', 'LayerNorm', 'LayerNorm1d',
-           'LeakyReLU', 'Linear', 'LocalResponseNorm', 'LogSigmoid', 'LogSoftmax', 'MSELoss', 'MarginRankingLoss', 'MaxPool1d',
-           'MaxPool2d', 'MaxPool3d', 'MaxUnpool1d', 'MaxUnpool2d', 'Mish', 'Module', 'ModuleDict', 'ModuleList',
-           'MultiHeadAttention', 'MultiLabelSoftMarginLoss', 'MultiMarginLoss', 'MultiheadAttention', 'NLLLoss', 'PReLU',
+           'LazyBatchNorm1d', 'LazyBatchNorm2d', 'LazyBatchNorm3d', 'LazyConv1d', 'LazyConv2d', 'LazyConv3d',
+           'LazyConvTranspose1d', 'LazyConvTranspose2d', 'LazyInstanceNorm1d', 'LazyInstanceNorm2d', 'LazyLinear', 'LeakyReLU',
+           'Linear', 'LocalResponseNorm', 'LogSigmoid', 'LogSoftmax', 'MSELoss', 'MarginRankingLoss', 'MaxPool1d', 'MaxPool2d',
+           'MaxPool3d', 'MaxUnpool1d', 'MaxUnpool2d', 'Mish', 'Module', 'ModuleDict', 'ModuleList', 'MultiHeadAttention',
+           'MultiLabelMarginLoss', 'MultiLabelSoftMarginLoss', 'MultiMarginLoss', 'MultiheadAttention', 'NLLLoss', 'PReLU',
            'PairwiseDistance', 'Parameter', 'ParameterDict', 'ParameterList', 'PixelShuffle', 'PixelUnshuffle',
            'PoissonNLLLoss', 'RMSNorm', 'RNN', 'RNNCell', 'ReLU', 'ReLU6', 'ReflectionPad1d', 'ReflectionPad2d',
            'ReplicationPad1d', 'ReplicationPad2d', 'Residual', 'SELU', 'Sequential', 'SiLU', 'Sigmoid', 'SmoothL1Loss',
            'SoftMarginLoss', 'Softmax', 'Softmax2d', 'SoftmaxLoss', 'Softmin', 'Softplus', 'Softshrink', 'Softsign', 'Tanh',
            'Tanhshrink', 'Threshold', 'Transformer', 'TransformerDecoder', 'TransformerDecoderLayer', 'TransformerEncoder',
-           'TransformerEncoderLayer', 'TripletMarginLoss', 'Unflatten', 'Unfold', 'Upsample', 'UpsamplingNearest2d',
-           'ZeroPad1d', 'ZeroPad2d']
+           'TransformerEncoderLayer', 'TripletMarginLoss', 'TripletMarginWithDistanceLoss', 'Unflatten', 'Unfold', 'Upsample',
+           'UpsamplingNearest2d', 'ZeroPad1d', 'ZeroPad2d']
 
 
 # PyTorch's name, also for `import pyops.nn.functional as F`

@@ -89,7 +89,7 @@ class _Attention(Layer):
             raise ValueError(f'value: expected {key.shape[0]} steps like the key, got {value.shape[0]}')
         q, k, v = (self._project(x, which) for which, x in enumerate((query, key, value)))
         weights = None
-        if masks or need_weights:
+        if masks or need_weights or F.is_double(q):
             (L, B, _), S = q.shape, len(k)
             if lengths is not None:
                 inside = np.arange(S) < np.asarray(lengths.numpy() if isinstance(lengths, Tensor) else lengths)[:, None]

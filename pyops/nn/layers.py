@@ -4,6 +4,7 @@ Parameter names and shapes match PyTorch's, so its weights can be loaded.
 """
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ import numpy as np
 from pyops import autograd, backend, init, ndarray, ops, params
 from pyops import functional as F
 from pyops.autograd import Tensor
+from pyops.autograd.mode import is_interpreted
 from pyops.methods import accepts_torch_names, normal_axes
-from pyops.nn.module import KernelLayer, Layer, Parameter
+from pyops.nn.module import COUNT, KernelLayer, Layer, Parameter
 from pyops.ops import convolution
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pyops.typing import Array, Numbers
 
@@ -98,6 +100,9 @@ class Linear(KernelLayer):
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.Linear, {'weight': self.weight} if self.bias is None else {'weight': self.weight, 'bias': self.bias}, {}
 
+    def in_double(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
     def settings(self) -> str:
         return f'{self.in_features}, {self.out_features}{", bias=False" if self.bias is None else ""}'
 
@@ -134,12 +139,18 @@ class ReLU(_Activation):
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.ReLU, {}, {'name': self._path or 'relu'}
 
+    def in_double(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
 
 class SiLU(_Activation):
     """y = x / (1 + exp(-x))"""
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.SiLU, {}, {'name': self._path or 'silu'}
+
+    def in_double(self, x: Tensor) -> Tensor:
+        return F.silu(x)
 
 
 class GELU(_Activation):
@@ -153,6 +164,9 @@ class GELU(_Activation):
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         op = ops.GELU if self.approximate == 'none' else ops.GELUTanh
         return op, {}, {'name': self._path or op.kernel}
+
+    def in_double(self, x: Tensor) -> Tensor:
+        return F.gelu(x, self.approximate)
 
     def settings(self) -> str:
         return '' if self.approximate == 'none' else f'approximate={self.approximate!r}'
@@ -233,7 +247,13 @@ class Dropout(Layer):
         if factors is not None:
             return x * F.tensor(factors, x)
         p, key, step = self.draw()
-        return autograd.apply(ops.Dropout(p, key, self._path or 'dropout'), x, step) if p else x
+        if not p:
+            return x
+        op = ops.Dropout(p, key, self._path or 'dropout')
+        if F.is_double(x):                              # the same mask as in float32
+            kept = autograd.apply(op, Tensor(np.ones(x.shape, np.float32), device=x.device), step) != 0
+            return x * kept.astype(x.dtype) / (1 - p)
+        return autograd.apply(op, x, step)
 
     def forward_arrays(self, x: Array) -> tuple[Array, Any]:
         if self.generator is not None or self.p == 1:
@@ -291,6 +311,14 @@ class AlphaDropout(Dropout1d):
         return F.keeping_moments(x, kept, self.p)
 
 
+def _accepts_dim(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate __init__ of a norm: accept its first argument also by the needle course's name, dim."""
+    @functools.wraps(init)
+    def wrapper(self: Layer, *args: Any, dim: int | None = None, **named: Any) -> None:
+        init(self, *args if dim is None else (dim, *args), **named)
+    return wrapper
+
+
 class LayerNorm(KernelLayer):
     """Normalise the last axis to mean 0 and variance 1, then scale by weight and add bias;  x (..., features).
 
@@ -298,6 +326,7 @@ class LayerNorm(KernelLayer):
     elementwise_affine=False: without weight and bias;  bias=False: without bias.
     """
 
+    @_accepts_dim
     def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True,
                  bias: bool = True) -> None:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -315,6 +344,9 @@ class LayerNorm(KernelLayer):
 
     def _is_one_kernel(self) -> bool:
         return len(self.normalized_shape) == 1 and self.bias is not None
+
+    def in_double(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def forward_tensors(self, x: Tensor) -> Tensor:
         if self._is_one_kernel():
@@ -341,11 +373,13 @@ class _BatchNorm(KernelLayer):
     Training updates running_mean and running_var, moving averages that replace the batch statistics in evaluation.
     affine=False: without weight and bias.  track_running_stats=False: evaluation normalises over the batch, too.
     momentum=None: the averages are over all batches since the layer was made.
+    num_batches_tracked: the number of these batches, int32 of shape (), in host memory; replays of a plan do not count.
     """
     running_mean: Tensor | None
     running_var: Tensor | None
     dimensions: tuple[int, ...]         # of x
 
+    @_accepts_dim
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
                  track_running_stats: bool = True) -> None:
         self.num_features = self.features = num_features
@@ -353,22 +387,31 @@ class _BatchNorm(KernelLayer):
         self.weight = Parameter((num_features,), init.ones()) if affine else None
         self.bias = Parameter((num_features,), init.zeros()) if affine else None
         self.running_mean = self.running_var = None
-        self._batches = 0                   # counted for momentum None
+        self.num_batches_tracked: Tensor | None = None
         if track_running_stats:
             self.register_buffer('running_mean', Tensor(ndarray.as_ndarray(backend.zeros(num_features))))
             self.register_buffer('running_var', Tensor(ndarray.as_ndarray(backend.put(np.ones(num_features, np.float32)))))
+            self.register_buffer(COUNT, Tensor(ndarray.from_numpy(np.zeros((), np.int32), backend.HOST)))
 
     def op(self) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         return (ops.BatchNorm, {'weight': self.weight, 'bias': self.bias},
                 {'training': self.training or not self.track_running_stats, 'eps': self.eps,
-                 'momentum': 1 / max(self._batches, 1) if self.momentum is None else self.momentum})
+                 'momentum': self._weight_of_batch() if self.momentum is None else self.momentum})
+
+    def _weight_of_batch(self) -> float:
+        """Return the weight of this batch in averages over all batches; 0 without averages."""
+        return 0.0 if self.num_batches_tracked is None else 1 / max(int(self.num_batches_tracked.array.numpy()), 1)
 
     def constants(self) -> tuple[Any, ...]:
         return self.running_mean, self.running_var
 
+    def in_double(self, x: Tensor) -> Tensor:
+        _, _, settings = self.op()
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, **settings)
+
     def forward_tensors(self, x: Tensor) -> Tensor:
         self._check(x)
-        if self.affine:
+        if self.affine or F.is_double(x):
             return super().forward_tensors(x)
         op, _, settings = self.op()
         parameters = {name: Tensor(np.full(self.num_features, value, np.float32), device=x.device)
@@ -385,10 +428,12 @@ class _BatchNorm(KernelLayer):
     def _check(self, x: Any) -> None:
         if len(x.shape) not in self.dimensions:
             raise ValueError(f'x: expected {" or ".join(map(str, self.dimensions))} axes, got shape {x.shape}')
-        if self.momentum is None and self.training:
-            if backend.is_recorded():
-                raise TypeError('momentum: expected a number while a plan records, got None: the count of batches is in Python')
-            self._batches += 1
+        if not self.training or is_interpreted():
+            return
+        if self.momentum is None and backend.is_recorded():
+            raise TypeError('momentum: expected a number while a plan records, got None: the count of batches is in Python')
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.array.numpy()[...] += 1
 
     def settings(self) -> str:
         more = ''.join(f', {name}=False' for name in ('affine', 'track_running_stats') if not getattr(self, name))
@@ -496,23 +541,28 @@ class Embedding(KernelLayer):
     """y = weight[ids];  ids (...) of any integer type, y (..., embedding_dim).
 
     weight (num_embeddings, embedding_dim) is initialised with normal(1).  padding_idx: the row of this id starts as zeros and
-    gets no gradient; a negative one counts from the end.
+    gets no gradient; a negative one counts from the end.  max_norm, norm_type, scale_grad_by_freq: see F.embedding.  sparse:
+    accepted as in PyTorch, without effect.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
+                 norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> None:
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f'Embedding: padding_idx: expected one of {num_embeddings} rows, got {padding_idx}')
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         normal = init.normal(1.0)
         self.weight = Parameter((num_embeddings, embedding_dim),
                                 normal if self.padding_idx is None else init.with_zero_row(normal, self.padding_idx))
 
     @classmethod
-    def from_pretrained(cls, embeddings: Numbers, freeze: bool = True, padding_idx: int | None = None) -> Embedding:
+    def from_pretrained(cls, embeddings: Numbers, freeze: bool = True, padding_idx: int | None = None,
+                        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+                        sparse: bool = False) -> Embedding:
         """Return a layer with this table (num_embeddings, embedding_dim).   freeze: it is not trained"""
         rows, size = np.shape(embeddings)               # type: ignore[arg-type]
-        layer = cls(rows, size, padding_idx)
+        layer = cls(rows, size, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         layer.weight.assign(embeddings)
         layer.weight.requires_grad_(not freeze)
         return layer
@@ -520,14 +570,29 @@ class Embedding(KernelLayer):
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.Embedding, {'weight': self.weight}, {'padding_idx': self.padding_idx}
 
+    def _is_one_kernel(self) -> bool:
+        return self.max_norm is None and not self.scale_grad_by_freq and self.weight.dtype == np.float32
+
+    def forward_tensors(self, ids: Tensor) -> Tensor:
+        if self._is_one_kernel():
+            return super().forward_tensors(ids)
+        return F.embedding(ids, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
+
+    def backward(self, dy: Array, ctx: Any) -> Any:
+        return super().backward(dy, ctx) if self._is_one_kernel() else Layer.backward(self, dy, ctx)
+
     def forward_arrays(self, ids: Any) -> tuple[Array, Any]:
+        if not self._is_one_kernel():
+            return Layer.forward_arrays(self, ids)
         if isinstance(ids, np.ndarray) and ids.dtype.kind in 'iu' and not backend.is_recorded():
             ids = ids if ids.dtype == np.int32 else backend.put(ndarray.array(ids, np.int32, ndarray.cpu()).numpy())
         return super().forward_arrays(ids)
 
     def settings(self) -> str:
         return f'{self.num_embeddings}, {self.embedding_dim}' + (
-            '' if self.padding_idx is None else f', padding_idx={self.padding_idx}')
+            '' if self.padding_idx is None else f', padding_idx={self.padding_idx}') + (
+            '' if self.max_norm is None else f', max_norm={self.max_norm}') + (
+            ', scale_grad_by_freq=True' if self.scale_grad_by_freq else '')
 
 
 class EmbeddingBag(Layer):
@@ -621,6 +686,9 @@ class Conv2d(_Convolution):
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return (ops.Conv2d, {'weight': self.weight} | ({'bias': self.bias} if self.bias is not None else {}),
                 {'stride': self.stride, 'padding': self.padding, 'dilation': self.dilation, 'groups': self.groups})
+
+    def in_double(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def forward_tensors(self, x: Tensor) -> Tensor:
         if self.padding_mode == 'zeros':
@@ -752,10 +820,11 @@ class MaxPool2d(_Images):
         return ops.MaxPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
                                    'dilation': self.dilation, 'ceil_mode': self.ceil_mode, 'name': self._path or 'max_pool2d'}
 
+    def in_double(self, x: Tensor) -> Any:
+        return F.max_pool2d(x, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode, self.return_indices)
+
     def forward_tensors(self, x: Tensor) -> Any:
-        if not self.return_indices:
-            return super().forward_tensors(x)
-        return F.max_pool2d(x, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode, True)
+        return self.in_double(x) if self.return_indices else super().forward_tensors(x)
 
     def forward_arrays(self, x: Array) -> tuple[Any, Any]:
         return Layer.forward_arrays(self, x) if self.return_indices else super().forward_arrays(x)
@@ -782,11 +851,12 @@ class AvgPool2d(_Images):
         self.divisor_override = divisor_override
         _naming(self, ops.AvgPool2d, kernel_size, stride, padding, ceil_mode)
 
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        if self.divisor_override is None:
-            return super().forward_tensors(x)
+    def in_double(self, x: Tensor) -> Tensor:
         return F.avg_pool2d(x, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
                             self.divisor_override)
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return super().forward_tensors(x) if self.divisor_override is None else self.in_double(x)
 
     def forward_arrays(self, x: Array) -> tuple[Array, Any]:
         return super().forward_arrays(x) if self.divisor_override is None else Layer.forward_arrays(self, x)

@@ -207,6 +207,15 @@ class MultiMarginLoss(FunctionLayer, function=F.multi_margin_loss, p=1, margin=1
     """Return the mean of sum_c max(0, margin - x[label] + x[c])^p / C over the classes c other than the label."""
 
 
+class MultiLabelMarginLoss(FunctionLayer, function=F.multilabel_margin_loss, reduction='mean'):
+    """Return the mean of sum max(0, 1 - x[right] + x[other]) / C over pairs of a right and another class."""
+
+
+class TripletMarginWithDistanceLoss(FunctionLayer, function=F.triplet_margin_with_distance_loss, distance_function=None,
+                                    margin=1.0, swap=False, reduction='mean'):
+    """Return the mean of max(0, d(anchor, positive) - d(anchor, negative) + margin) for a distance d of rows."""
+
+
 class GaussianNLLLoss(FunctionLayer, function=F.gaussian_nll_loss, full=False, eps=1e-6, reduction='mean'):
     """Return the mean of (log var + (x - target)^2 / var) / 2, called with x, target and var.   full: add log(2 pi) / 2"""
 

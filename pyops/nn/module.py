@@ -20,17 +20,22 @@ from pyops import autograd, backend, ndarray
 from pyops.autograd import Tensor
 from pyops.autograd.tape import gradient_for
 from pyops.autograd.tensor import Hook
-from pyops.methods import DEVICE_NAMES, Methods
+from pyops.errors import DtypeError, ShapeError, StateError
+from pyops.functional import is_double
+from pyops.methods import DEVICE_NAMES, Methods, numpy_dtype
 from pyops.ndarray import NDArray
 from pyops.params import Parameters, Spec, generator, next_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from numpy.typing import DTypeLike
+
     from pyops import params
     from pyops.typing import Array, Init, Numbers, Shape
 
 _ALONE = 'parameter'        # name of a parameter outside any module
+COUNT = 'num_batches_tracked'       # a buffer of batch norms in host memory; kernels, plans and checkpoints do not have it
 T = TypeVar('T')
 
 
@@ -58,12 +63,13 @@ class Parameter(Tensor):
     Parameter(shape, init)      init(generator, shape) -> float32 array, as in pyops.init; called when the tree is first used
     Parameter(data)             starts as a copy of the numbers `data`
     requires_grad               False: it is not trained
+    dtype                       float32 or float64; None: the dtype of data if that is an array of pyops, else float32
 
     A parameter outside any module also works: it has its own memory, and the name 'parameter'.
     .grad is a view of the flat gradient buffer: zeros before the first backward, which adds to it.  It is None while
     requires_grad is off.
     """
-    __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed',
+    __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_dtype', '_array', '_gradient', '_owner', '_drawn', '_seed',
                  '_given')
     name: str | None            # this and the next two are None until the tree is first used
     home: Any                   # the pyops.params.Parameters with its memory
@@ -74,13 +80,16 @@ class Parameter(Tensor):
     _given: Any
 
     def __init__(self, data: Numbers | None = None, init: Init | bool | None = None, requires_grad: bool = True, *,
-                 shape: Shape | None = None) -> None:
+                 shape: Shape | None = None, dtype: DTypeLike | None = None) -> None:
         if isinstance(init, bool):                              # PyTorch's second argument
             requires_grad, init = init, None
         if (data is None) == (shape is None):
             raise TypeError('Parameter: expected data, or a shape and an init')
+        if dtype is None:
+            dtype = data.dtype if isinstance(data, Tensor | NDArray) and data.dtype == np.float64 else np.float32
+        self._dtype = _float_dtype('Parameter', dtype)
         if init is None:
-            values = _float32(data if shape is None else shape)
+            values = _numbers(data if shape is None else shape, self._dtype)
             shape, init = values.shape, lambda generator, shape: values
         elif shape is None:
             shape = data                                        # type: ignore[assignment]
@@ -93,6 +102,10 @@ class Parameter(Tensor):
     @property
     def shape(self) -> Shape:
         return self._shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._dtype
 
     @property
     def array(self) -> NDArray:
@@ -134,7 +147,7 @@ class Parameter(Tensor):
         if self._array is None:
             owner = _up(self._owner)
             if owner is None:
-                self._bind(Parameters({_ALONE: Spec(self.shape, self.init)}, self._seed), _ALONE)
+                self._bind(Parameters({_ALONE: Spec(self.shape, self.init)}, self._seed, self._dtype), _ALONE)
             else:
                 owner.root().build()
 
@@ -149,7 +162,7 @@ class Parameter(Tensor):
         """Copy an array, a Tensor or nested lists of the same shape into the parameter; its memory and name do not change."""
         if isinstance(values, Tensor) and values.origin is not None:
             raise TypeError(f'got the result of {values.origin[0].name}, whose history would be lost; assign its detach()')
-        values = _float32(values)
+        values = _numbers(values, self._dtype)
         if values.shape != self.shape:
             raise ValueError(f'expected shape {self.shape}, got {values.shape}')
         if self._array is None:
@@ -161,20 +174,35 @@ class Parameter(Tensor):
         """Set the initial value of (seed, name)."""
         self._drawn, self.array = (seed, name), ndarray.from_numpy(self.init(generator(seed, name), self.shape))
 
+    def _move(self, home: Parameters, name: str) -> None:
+        """Move value and gradient to memory of another dtype."""
+        drawn, before = self._drawn, self.entry
+        self._dtype = home.dtype
+        self._bind(home, name)
+        self._drawn = drawn
+        self.entry.value[...], self.entry.grad[...] = before.value, before.grad
+
     def _is_untouched(self) -> bool:
         return (backend.get(self.entry.value) == self.init(generator(*self._drawn), self.shape)).all()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        twin = memo[id(self)] = Parameter(self.shape, self.init) if self._array is None else Parameter(self)
+        dtype = self._dtype
+        twin = memo[id(self)] = (Parameter(self.shape, self.init, dtype=dtype) if self._array is None else
+                                 Parameter(self, dtype=dtype))
         twin.requires_grad, twin._given, twin._seed = self.requires_grad, self._given, self._seed
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Support pickle: the result has the current values, and no other part of the tree."""
-        return Parameter, (np.array(self.numpy()), None, self.requires_grad)
+        return _restored_parameter, (np.array(self.numpy()), self.requires_grad)
 
     def __repr__(self) -> str:
         return f'Parameter {self.name or "without a name"} of shape {self.shape}'
+
+
+def _restored_parameter(values: np.ndarray, requires_grad: bool) -> Parameter:
+    """Return the Parameter that Parameter.__reduce__ describes."""
+    return Parameter(values, None, requires_grad, dtype=values.dtype)
 
 
 class Module:
@@ -185,6 +213,7 @@ class Module:
     seed        seed of the initial values, set by reset_parameters(seed), else 0; see Layer for layers outside any module
     """
     training = True
+    is_lazy = False                     # whether the first call adds parameters; see pyops/nn/lazy.py
     seed: int | None = 0
     _parent: Any = None
     _path: str | None = None
@@ -402,8 +431,13 @@ class Module:
     def named_parameters(self, prefix: str = '', recurse: bool = True) -> Members[tuple[str, Parameter]]:
         """Return [(name, Parameter)] of the tree, each once.
 
-        prefix: the path of this module in the names.  recurse: False: only the direct members.
+        prefix: the path of this module in the names.  recurse: False: only the direct members.  ValueError if a lazy layer was
+        not called yet.
         """
+        for path, module in self.named_modules():
+            if module.is_lazy:
+                raise ValueError(f'{path or "module"}: {type(module).__name__} has no parameters before its first call; call '
+                                 'the model once')
         self.root().build()
         return self._named_parameters(prefix, recurse)
 
@@ -440,11 +474,11 @@ class Module:
             elif (parameter.name == _ALONE != name or name.endswith(f'.{parameter.name}')) and parameter._is_untouched():
                 parameter._draw(self.seed, name)
                 parameter.name, parameter.entry = name, parameter.entry._replace(name=name)
-        if fresh:
-            specs = {name: Spec(fresh[name].shape, fresh[name].init) for name in sorted(fresh, key=_in_order)}
-            home = Parameters(specs, self.seed)
-            for name, parameter in fresh.items():
-                parameter._bind(home, name)
+        for dtype in {parameter._dtype for parameter in fresh.values()}:
+            names = [name for name in sorted(fresh, key=_in_order) if fresh[name]._dtype == dtype]
+            home = Parameters({name: Spec(fresh[name].shape, fresh[name].init) for name in names}, self.seed, dtype)
+            for name in names:
+                fresh[name]._bind(home, name)
         return self
 
     def reset_parameters(self, seed: int = 0) -> Self:
@@ -500,10 +534,10 @@ class Module:
         return Members(array for _, array in self.named_buffers(recurse=recurse))
 
     def to(self, *targets: Any, device: Any = None, dtype: Any = None, non_blocking: bool = False) -> Self:
-        """Return self for float32 and the device that it is on.
+        """Convert parameters and buffers of floats to float32 or float64, and return self.  Create optimizers afterwards.
 
-        TypeError for another dtype: parameters are float32.  RuntimeError for another device: call pyops.use_gpu(), or set
-        $PYOPS_BACKEND, before the model is made.
+        TypeError for another dtype, and for float64 on a GPU.  RuntimeError for another device than it is on: call
+        pyops.use_gpu(), or set $PYOPS_BACKEND, before the model is made.
         """
         for target in (*targets, *[target for target in (device, dtype) if target is not None]):
             if isinstance(target, Methods):
@@ -514,10 +548,29 @@ class Module:
                     if parameter.device is not asked:
                         raise RuntimeError(f'to: {type(self).__name__} is on {parameter.device}, not on {asked}; call '
                                            'pyops.use_gpu(), or set PYOPS_BACKEND, before the model is made')
-            elif not isinstance(target, bool) and np.dtype(target) != np.float32:
-                raise TypeError(f'to: {type(self).__name__} has float32 parameters, got {np.dtype(target)}; functions of '
-                                'pyops.functional take float64 Tensors')
+            elif not isinstance(target, bool):
+                self._convert(_float_dtype(f'{type(self).__name__}.to', target))
         return self
+
+    def _convert(self, dtype: np.dtype) -> None:
+        """Convert parameters and buffers of floats; parameters without memory get it in this dtype."""
+        names = {id(parameter): name for name, parameter in self.root()._named_parameters()}
+        moved = [parameter for _, parameter in self._named_parameters() if parameter._dtype != dtype]
+        held = {names[id(parameter)]: parameter for parameter in moved if parameter._array is not None}
+        if held:
+            home = Parameters({name: Spec(one.shape, one.init) for name, one in held.items()}, None, dtype)
+            home.seed = next(iter(held.values())).home.seed
+            for name, parameter in held.items():
+                parameter._move(home, name)
+        for parameter in moved:
+            parameter._dtype = dtype
+        for module in self.modules():
+            if module.is_lazy:
+                module._by_name['dtype'] = dtype                # type: ignore[attr-defined]
+            for name in vars(module).get('_buffers', ()):
+                buffer = getattr(module, name, None)
+                if isinstance(buffer, Tensor) and buffer.dtype.kind == 'f' and buffer.dtype != dtype:
+                    setattr(module, name, buffer.detach().astype(dtype))
 
     def cpu(self) -> Self:
         """Return self if it is on the CPU.  Errors as in `to`."""
@@ -536,24 +589,25 @@ class Module:
         """Copy Tensors, or arrays of any library, into parameters and buffers: all of them or, if one is wrong, none.
 
         strict: raise KeyError for a missing or unknown name; otherwise such names are skipped, and returned as the lists
-        missing_keys and unexpected_keys.  'num_batches_tracked' of PyTorch's batch norms is always skipped.  Raises ValueError
+        missing_keys and unexpected_keys.  'num_batches_tracked' of batch norms may be missing or unknown.  Raises ValueError
         for a wrong shape, TypeError for a wrong dtype.
         """
         places = self._places()
-        state = {name: value for name, value in state_dict.items() if name.rpartition('.')[2] != 'num_batches_tracked'}
+        state = {name: value for name, value in state_dict.items() if name in places or name.rpartition('.')[2] != COUNT}
+        places = {name: place for name, place in places.items() if name in state or name.rpartition('.')[2] != COUNT}
         found = LoadedState([name for name in places if name not in state], [name for name in state if name not in places])
         if not strict:
             places = {name: place for name, place in places.items() if name in state}
         if strict and (wrong := sorted(set(places) ^ set(state))):
             name = wrong[0]
-            raise KeyError(f'{name}: {"missing in the state" if name in places else "the module has no such parameter"}; '
+            raise StateError(f'{name}: {"missing in the state" if name in places else "the module has no such parameter"}; '
                            f'{len(wrong)} such names')
         arrays = {name: np.asarray(state[name].detach() if hasattr(state[name], 'detach') else state[name]) for name in places}
         for name, place in places.items():
             if arrays[name].shape != place.shape:
-                raise ValueError(f'{name}: expected shape {place.shape}, got {arrays[name].shape}')
-            if not np.can_cast(arrays[name].dtype, place.dtype, 'same_kind'):
-                raise TypeError(f'{name}: expected {place.dtype}, got {arrays[name].dtype}')
+                raise ShapeError(f'{name}: expected shape {place.shape}, got {arrays[name].shape}')
+            if not np.can_cast(arrays[name].dtype, place.dtype, 'same_kind') and name.rpartition('.')[2] != COUNT:
+                raise DtypeError(f'{name}: expected {place.dtype}, got {arrays[name].dtype}')
         for name, place in places.items():
             place[...] = arrays[name]
         for parameter in self.parameters():
@@ -562,7 +616,7 @@ class Module:
 
     def _places(self) -> dict[str, Array]:
         places = {name: parameter.flat_parameter().value for name, parameter in self.named_parameters()} \
-            | self.buffer_arrays(persistent=True)
+            | {name: _kernel_view(buffer) for name, buffer in self.named_buffers(persistent=True)}
         order = {path: i for i, (path, _) in enumerate(self.named_modules())}
 
         def module_of(name: str) -> int:
@@ -574,8 +628,9 @@ class Module:
 
     def buffer_arrays(self, persistent: bool = False) -> dict[str, Array]:
         """Return {name: array} of the buffers over the same memory, as kernels and plans take them.   persistent: as in
-        named_buffers"""
-        return {name: _kernel_view(buffer) for name, buffer in self.named_buffers(persistent=persistent)}
+        named_buffers.  Counts of batches are left out."""
+        return {name: _kernel_view(buffer) for name, buffer in self.named_buffers(persistent=persistent)
+                if name.rpartition('.')[2] != COUNT}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -638,11 +693,16 @@ class Layer(Module):
         if self._hooks:
             inputs, named = self._hooked_inputs(inputs, named)
         if not inputs or not all([isinstance(x, Tensor) for x in inputs]):
-            inputs = self._naming(_as_tensors, inputs, named)
+            inputs = self._naming(_as_tensors, inputs, named, self._wanted_dtype())
         if not self._is_built:
             self.root().build()
         y = self.forward(*inputs, **named)
         return self._hooked_output(inputs, named, y) if self._hooks else y
+
+    def _wanted_dtype(self) -> np.dtype | None:
+        """Return the dtype of arrays of floats that are converted for a call: float64 for a layer with such parameters."""
+        found = next((parameter._dtype for _, parameter in self._named_parameters()), None)
+        return found if found == np.float64 else None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if inputs and isinstance(inputs[0], Tensor) or _tensors((inputs, *named.values())):
@@ -670,16 +730,17 @@ class Layer(Module):
 
 
 def _accepts_place(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorate __init__ of a layer: accept PyTorch's device and dtype, if they are those that the layer has anyway."""
+    """Decorate __init__ of a layer: accept PyTorch's device, if the layer is there anyway, and dtype, float32 or float64."""
     @functools.wraps(init)
     def wrapper(self: Layer, *args: Any, device: Any = None, dtype: Any = None, **named: Any) -> None:
-        if dtype is not None and np.dtype(dtype) != np.float32:
-            raise TypeError(f'{type(self).__name__}: dtype: expected float32, got {np.dtype(dtype)}; functions of '
-                            'pyops.functional take float64 Tensors')
+        if dtype is not None:
+            dtype = _float_dtype(type(self).__name__, dtype)
         if device is not None and ndarray.named_device(device) is not ndarray.default_device():
             raise RuntimeError(f'{type(self).__name__}: device: layers are made on {ndarray.default_device()}, got {device}; '
                                'call pyops.use_gpu(), or set PYOPS_BACKEND, before the model is made')
         init(self, *args, **named)
+        if dtype is not None:
+            self._convert(dtype)
     return wrapper
 
 
@@ -732,7 +793,13 @@ class KernelLayer(Layer):
         """Return the arguments of the op's forward that follow the inputs."""
         return ()
 
+    def in_double(self, *inputs: Any) -> Any:
+        """Return y for float64 inputs and parameters: a formula of array ops in place of the kernel, which takes float32."""
+        raise TypeError(f'{type(self).__name__}: expected float32, got float64: it has no formula for that dtype')
+
     def forward_tensors(self, *inputs: Any) -> Any:
+        if inputs and is_double(inputs[0]):
+            return self.in_double(*inputs)
         op, parameters, settings = self.op()
         return autograd.apply(op, *inputs, *self.constants(), **parameters, **settings)
 
@@ -804,16 +871,31 @@ class _Passed(autograd.Function):
 
 # methods, not functions in the class: there these names would hide the types in annotations
 def _float(self: Module) -> Module:
-    """Return self: parameters are float32."""
-    return self
+    """Convert parameters and buffers of floats to float32, and return self.  Create optimizers afterwards."""
+    return self.to(np.float32)
 
 
 def _double(self: Module) -> Module:
-    """Raise TypeError: parameters are float32."""
+    """Convert parameters and buffers of floats to float64, and return self.  Create optimizers afterwards.
+
+    For checks of gradients and reference values: the layers compute with formulas of array ops, without kernels.  TypeError on
+    a GPU.
+    """
     return self.to(np.float64)
 
 
-Module.float, Module.double = _float, _double               # type: ignore[attr-defined]
+def _half(self: Module) -> Module:
+    """Raise TypeError: parameters are float32 or float64.  See pyops.ndarray.check_width."""
+    return self.to('float16')
+
+
+def _bfloat16(self: Module) -> Module:
+    """Raise TypeError, as half."""
+    return self.to('bfloat16')
+
+
+for _name, _method in (('float', _float), ('double', _double), ('half', _half), ('bfloat16', _bfloat16)):
+    setattr(Module, _name, _method)
 
 
 def _without_named(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -837,12 +919,21 @@ def check_member_name(module: Module, name: str) -> None:
         raise KeyError(f'{name}: {type(module).__name__} has an attribute of this name')
 
 
-def _float32(values: Any) -> np.ndarray:
-    """Copy real numbers from a Tensor, an array or nested lists into a float32 numpy array."""
+def _float_dtype(who: str, dtype: Any) -> np.dtype:
+    """Return float32 or float64.  TypeError for another dtype."""
+    found = numpy_dtype(dtype)
+    ndarray.check_width(found)
+    if found not in (np.float32, np.float64):
+        raise TypeError(f'{who}: dtype: expected float32 or float64, got {found}')
+    return found
+
+
+def _numbers(values: Any, dtype: np.dtype) -> np.ndarray:
+    """Copy real numbers from a Tensor, an array or nested lists into a numpy array."""
     found = np.asarray(values.numpy() if isinstance(values, Tensor | NDArray) else values)
     if found.dtype.kind not in 'biuf':
         raise TypeError(f'expected real numbers, got {type(values).__name__} of {found.dtype}')
-    return np.array(found, np.float32)
+    return np.array(found, dtype)
 
 
 _VALUES = frozenset((bool, int, float, str, type(None)))        # of most attributes: none of them is a member
@@ -893,8 +984,9 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def _as_tensors(inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """Convert the inputs of a call to Tensors, also inside tuples.  Raises TypeError if none of them is a Tensor then."""
+def _as_tensors(inputs: tuple[Any, ...], named: dict[str, Any], dtype: np.dtype | None = None) -> tuple[Any, ...]:
+    """Convert the inputs of a call to Tensors, also inside tuples, floats of numpy and lists to `dtype`.  Raises TypeError if
+    none of them is a Tensor then."""
     device = next((x.device for x in _tensors(inputs)), None)
 
     def convert(value: Any) -> Any:
@@ -903,6 +995,8 @@ def _as_tensors(inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ..
         if isinstance(value, np.ndarray | list) and backend.is_recorded():
             raise TypeError(f'got {type(value).__name__} while a plan records, which would replay a copy of it; give '
                             'Tensor(ndarray.from_numpy(x)) for an input of the plan, Tensor(x) for a constant')
+        if dtype is not None and isinstance(value, np.ndarray | list) and np.asarray(value).dtype.kind == 'f':
+            return Tensor(value, device=device, dtype=dtype)
         return Tensor(value, device=device) if isinstance(value, np.ndarray | NDArray | list) else value
     converted = _each(convert, inputs)
     if not _tensors((converted, *named.values())):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyops import functional as F
-from pyops import init, ndarray
+from pyops import init, ndarray, recurrence
 from pyops.autograd import Tensor
+from pyops.errors import ShapeError
 from pyops.nn.layers import Dropout
 from pyops.nn.module import Layer, Parameter
 
@@ -31,8 +32,26 @@ class PackedSequence:
 
     @property
     def data(self) -> Tensor:
-        """The steps of all sequences, without padding (N, ...): all first steps, then all second ones, ..."""
-        return self.padded[np.nonzero(np.arange(len(self.padded))[:, None] < self.lengths)]
+        """The steps of all sequences, without padding (N, ...): all first steps, then all second ones, ..., of the longest
+        sequence first."""
+        order = self.sorted_indices.numpy()
+        steps, places = np.nonzero(np.arange(len(self.padded))[:, None] < self.lengths[order])
+        return self.padded[steps, order[places]]
+
+    @property
+    def batch_sizes(self) -> Tensor:
+        """The number of sequences that have each step (T,)."""
+        return Tensor((np.arange(len(self.padded))[:, None] < self.lengths).sum(1))
+
+    @property
+    def sorted_indices(self) -> Tensor:
+        """The sequences in the order of their lengths, the longest first (B,)."""
+        return Tensor(np.argsort(-self.lengths, kind='stable'))
+
+    @property
+    def unsorted_indices(self) -> Tensor:
+        """The place of each sequence in that order (B,)."""
+        return Tensor(np.argsort(self.sorted_indices.numpy(), kind='stable'))
 
 
 def lengths_of(lengths: Numbers, T: int, B: int) -> np.ndarray:
@@ -57,15 +76,16 @@ def _check_sizes(who: str, **sizes: int) -> None:
             raise ValueError(f'{who}: {name}: expected 1 or more, got {size}')
 
 
-def _check_states(states: Sequence[Any], shape: Shape, most: int) -> None:
-    """Raise TypeError or ValueError unless there are at most `most` states, each None or a Tensor of this shape."""
+def _check_states(states: Sequence[Any], axes: Shape, sizes: Sequence[int], most: int) -> None:
+    """Raise TypeError or ValueError unless there are at most `most` states, each None or a Tensor (*axes, one of sizes)."""
     if len(states) > most:
         raise TypeError(f'expected x and at most {most} state{"s" * (most > 1)}, got {len(states)} states')
-    for state in states:
+    for state, size in zip(states, sizes, strict=False):
+        shape = *axes, size
         if state is not None and not isinstance(state, Tensor):
             raise TypeError(f'state: expected a Tensor of shape {shape}, got {type(state).__name__}')
         if state is not None and state.shape != shape:
-            raise ValueError(f'state: expected shape {shape}, got {state.shape}')
+            raise ShapeError(f'state: expected shape {shape}, got {state.shape}')
 
 
 def _with_hx(states: tuple[Any, ...], hx: Any) -> tuple[Any, ...]:
@@ -96,20 +116,34 @@ class _Weights(Layer):
     GATES, STATES = 1, 1
     hidden_size: int
     bias: bool
+    proj_size = 0
+
+    @property
+    def output_size(self) -> int:
+        """The size of h: proj_size, or hidden_size without a projection."""
+        return self.proj_size or self.hidden_size
+
+    def state_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of h and c."""
+        return self.output_size, self.hidden_size
 
     def add_weights(self, input_size: int, suffix: str = '') -> None:
-        """Add weight_ih, weight_hh and, with bias, bias_ih, bias_hh, uniform in +-H^-0.5."""
+        """Add weight_ih, weight_hh and, with bias, bias_ih, bias_hh, uniform in +-H^-0.5; with a projection also weight_hr."""
         H = self.hidden_size
-        shapes: dict[str, Shape] = {'weight_ih': (self.GATES * H, input_size), 'weight_hh': (self.GATES * H, H)}
+        shapes: dict[str, Shape] = {'weight_ih': (self.GATES * H, input_size), 'weight_hh': (self.GATES * H, self.output_size)}
         if self.bias:
             shapes |= {'bias_ih': (self.GATES * H,), 'bias_hh': (self.GATES * H,)}
+        if self.proj_size:
+            shapes['weight_hr'] = self.proj_size, H
         for name, shape in shapes.items():
             setattr(self, name + suffix, Parameter(shape, init.uniform(-H ** -0.5, H ** -0.5)))
 
     def weights(self, suffix: str = '') -> list[Any]:
-        """Return weight_ih, weight_hh, bias_ih, bias_hh; None for a bias that the layer does not have."""
+        """Return weight_ih, weight_hh, bias_ih, bias_hh, None for a bias that the layer does not have, and after them weight_hr
+        if there is one."""
         return [getattr(self, name + suffix) for name in ('weight_ih', 'weight_hh')] + [
-            getattr(self, name + suffix) if self.bias else None for name in ('bias_ih', 'bias_hh')]
+            getattr(self, name + suffix) if self.bias else None for name in ('bias_ih', 'bias_hh')] + [
+            getattr(self, name + suffix) for name in ('weight_hr',) if self.proj_size]
 
     def run(self, weights: list[Any], x: Tensor, *states: Any, lengths: Any = None) -> tuple[Tensor, ...]:
         """Run one layer on x (T, B, I) from states (B, H).  Return h and, for an LSTM, c of all steps, 0 after the end of a
@@ -136,7 +170,9 @@ class _LSTM(_Weights):
 
     def run(self, weights: list[Any], x: Tensor, *states: Any, lengths: Any = None) -> tuple[Tensor, ...]:
         h, c = states
-        w_ih, w_hh, b_ih, b_hh = weights
+        w_ih, w_hh, b_ih, b_hh, *projection = weights
+        if projection:
+            return recurrence.lstm(x, h, c, w_ih, w_hh, b_ih, b_hh, lengths, *projection)
         return F.lstm(x, h, c, w_ih, w_hh, b_ih, b_hh, lengths)
 
 
@@ -147,7 +183,7 @@ class _GRU(_Weights):
         h, = states
         w_ih, w_hh, b_ih, b_hh = weights
         if not self.bias:                       # the kernel always adds biases
-            b_ih = b_hh = Tensor(ndarray.zeros((w_hh.shape[0],), device=x.device))
+            b_ih = b_hh = Tensor(ndarray.zeros((w_hh.shape[0],), w_hh.dtype, device=x.device))
         return F.gru(x, h, w_ih, w_hh, b_ih, b_hh, lengths=lengths),
 
 
@@ -165,13 +201,13 @@ class _Cell(_Weights):
     def forward_tensors(self, x: Tensor, *states: Any, hx: Any = None) -> Any:
         states = _with_hx(states, hx)
         if x.ndim not in (1, 2) or x.shape[-1] != self.input_size:
-            raise ValueError(f'x: expected shape (B, {self.input_size}), got {x.shape}')
+            raise ShapeError(f'x: expected shape (B, {self.input_size}), got {x.shape}')
         if x.ndim == 1:
-            _check_states(states, (self.hidden_size,), self.STATES)
+            _check_states(states, (), self.state_sizes(), self.STATES)
             rows = [state if state is None else state.unsqueeze(0) for state in states]
             one = _Cell.forward_tensors(self, x.unsqueeze(0), *rows)
             return tuple(y.squeeze(0) for y in one) if self.STATES > 1 else one.squeeze(0)
-        _check_states(states, (x.shape[0], self.hidden_size), self.STATES)
+        _check_states(states, (x.shape[0],), self.state_sizes(), self.STATES)
         states = (*states, *[None] * (self.STATES - len(states)))
         results = tuple(y[0] for y in self.run(self.weights(), x.unsqueeze(0), *states))
         return results if self.STATES > 1 else results[0]
@@ -215,17 +251,21 @@ class _Recurrent(_Weights):
     """
 
     def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
-                 dropout: float = 0.0, bidirectional: bool = False) -> None:
+                 dropout: float = 0.0, bidirectional: bool = False, proj_size: int = 0) -> None:
         name = type(self).__name__
         _check_flags(name, bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         _check_sizes(name, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
         if not 0 <= dropout <= 1:
             raise ValueError(f'{name}: dropout: expected 0 to 1, got {dropout}')
+        if proj_size and (self.STATES < 2 or not 0 < proj_size < hidden_size):
+            raise ValueError(f'{name}: proj_size: expected {"0 to " + str(hidden_size - 1) if self.STATES > 1 else "0"}, '
+                             f'got {proj_size}')
+        self.proj_size = proj_size
         self.input_size, self.hidden_size, self.num_layers, self.bias = input_size, hidden_size, num_layers, bias
         self.batch_first, self.dropout, self.bidirectional = batch_first, dropout, bidirectional
         for layer, suffixes in enumerate(self.suffixes()):
             for suffix in suffixes:
-                self.add_weights(hidden_size * len(suffixes) if layer else input_size, suffix)
+                self.add_weights(self.output_size * len(suffixes) if layer else input_size, suffix)
         self.dropouts = [Dropout(dropout) for _ in range(num_layers - 1)] if dropout else []
 
     def flatten_parameters(self) -> None:
@@ -254,16 +294,16 @@ class _Recurrent(_Weights):
         if x.ndim == 2:
             if lengths is not None:
                 raise ValueError('lengths: expected None for one sequence')
-            _check_states(states, (self.num_layers * (1 + self.bidirectional), self.hidden_size), self.STATES)
+            _check_states(states, (self.num_layers * (1 + self.bidirectional),), self.state_sizes(), self.STATES)
             results = _Recurrent.forward_tensors(self, x.unsqueeze(1 - T),
                                                  *(state if state is None else state.unsqueeze(1) for state in states))
             return results[0].squeeze(1 - T), *(state.squeeze(1) for state in results[1:])
         if x.ndim != 3 or x.shape[2] != self.input_size or not x.shape[T]:
             axes = 'B, T' if self.batch_first else 'T, B'
-            raise ValueError(f'x: expected shape ({axes}, {self.input_size}) with T >= 1, got {x.shape}')
+            raise ShapeError(f'x: expected shape ({axes}, {self.input_size}) with T >= 1, got {x.shape}')
         if self.batch_first:
             x = x.transpose(0, 1)
-        _check_states(states, (self.num_layers * (1 + self.bidirectional), x.shape[1], self.hidden_size), self.STATES)
+        _check_states(states, (self.num_layers * (1 + self.bidirectional), x.shape[1]), self.state_sizes(), self.STATES)
         states = (*states, *[None] * (self.STATES - len(states)))
         backward = ends = given = None
         if lengths is not None:
@@ -310,6 +350,8 @@ class LSTM(_LSTM, _Recurrent):
     c[t] = sigmoid(f) c[t-1] + sigmoid(i) tanh(g);  h[t] = sigmoid(o) tanh(c[t]).  See pyops.ops.LSTM.
     output (T, B, D H), (h_n, c_n) = lstm(x (T, B, I), (h_0, c_0) or None), states (L D, B, H).  On arrays:
     lstm.forward(x, h_0, c_0)
+
+    proj_size P: h[t] = sigmoid(o) tanh(c[t]) weight_hr', with P numbers in place of H; the steps are array ops.
     """
 
     def forward_tensors(self, x: Tensor, *states: Any, hx: Any = None, lengths: Numbers | None = None) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 from pyops import functional as F
 from pyops.autograd import Tensor
 from pyops.autograd.tensor import stack
+from pyops.errors import ShapeError
 from pyops.nn.recurrent import PackedSequence, lengths_of
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
     from pyops.typing import Numbers
 
-__all__ = ['PackedSequence', 'pack_padded_sequence', 'pack_sequence', 'pad_packed_sequence', 'pad_sequence', 'unpad_sequence']
+__all__ = ['PackedSequence', 'pack_padded_sequence', 'pack_sequence', 'pad_packed_sequence', 'pad_sequence', 'unpack_sequence',
+           'unpad_sequence']
 
 
 def pad_sequence(sequences: Sequence[Any], batch_first: bool = False, padding_value: float = 0.0) -> Tensor:
@@ -43,7 +45,7 @@ def pack_padded_sequence(input: Any, lengths: Numbers, batch_first: bool = False
     x = x.transpose(0, 1) if batch_first else x
     known = lengths_of(lengths, *x.shape[:2])
     if enforce_sorted and (np.diff(known) > 0).any():
-        raise ValueError(f'pack_padded_sequence: lengths: expected falling numbers, got {known.tolist()}; pass '
+        raise ShapeError(f'pack_padded_sequence: lengths: expected falling numbers, got {known.tolist()}; pass '
                          'enforce_sorted=False')
     return PackedSequence(x[:int(known.max())], known)
 
@@ -65,3 +67,8 @@ def pad_packed_sequence(sequence: PackedSequence, batch_first: bool = False, pad
     inside = (np.arange(T)[:, None] < lengths).reshape(T, -1, *[1] * (x.ndim - 2))
     x = F.where(Tensor(np.broadcast_to(inside, x.shape)), x, padding_value)
     return x.transpose(0, 1) if batch_first else x, Tensor(lengths)
+
+
+def unpack_sequence(packed_sequences: PackedSequence) -> list[Tensor]:
+    """Return the sequences of a PackedSequence: the inverse of pack_sequence."""
+    return unpad_sequence(packed_sequences.padded, packed_sequences.lengths)

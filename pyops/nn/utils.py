@@ -20,8 +20,21 @@ T = TypeVar('T', bound=Module)
 
 # PyTorch's name, also for `from pyops.nn.utils.rnn import pad_sequence`
 rnn = sys.modules[f'{__name__}.rnn'] = sequences
-__all__ = ['accuracy', 'clip_grad_norm_', 'clip_grad_value_', 'parameters_to_vector', 'remove_weight_norm', 'rnn',
-           'spectral_norm', 'vector_to_parameters', 'weight_norm']
+__all__ = ['accuracy', 'clip_grad_norm_', 'clip_grad_value_', 'get_total_norm', 'parameters_to_vector', 'remove_weight_norm',
+           'rnn', 'spectral_norm', 'vector_to_parameters', 'weight_norm']
+
+
+def get_total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False,
+                   foreach: bool | None = None) -> Tensor:
+    """Return the norm of all elements of Tensors together, shape ().
+
+    error_if_nonfinite: raise RuntimeError for a norm that is NaN or infinite.  foreach: accepted as in PyTorch, without effect.
+    """
+    flat = [tensor.detach().reshape(-1) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+    norm = concatenate(flat).norm(norm_type) if flat else Tensor(0.0)
+    if error_if_nonfinite and not np.isfinite(norm.item()):
+        raise RuntimeError(f'get_total_norm: expected a finite norm, got {norm.item()}')
+    return norm
 
 
 def _replaced(module: Module, name: str) -> Parameter:

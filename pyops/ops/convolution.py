@@ -16,6 +16,7 @@ import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, empty_gradient, launch, note_product, work
 from pyops.backend.kernels import Kernel, Product, declare
+from pyops.errors import ShapeError
 
 if TYPE_CHECKING:
     from pyops.autograd import Tensor
@@ -52,7 +53,7 @@ def sizes_of(x: Array, weight: Array, stride: int | Sequence[int], padding: int 
     settings = _Convolution(stride, padding, dilation, groups)
     settings.check_groups('weight', O)
     if C != own * groups:
-        raise ValueError(f'x: expected shape {(N, own * groups, H, W)}, got {x.shape}')
+        raise ShapeError(f'x: expected shape {(N, own * groups, H, W)}, got {x.shape}')
     return settings.shapes(x.shape, weight.shape)
 
 
@@ -64,7 +65,7 @@ def transposed_sizes(y: tuple[int, ...], weight: tuple[int, ...], output_padding
     output_padding: rows and columns that x has beyond the smallest size that gives Ho and Wo.  ValueError if they do not fit.
     """
     if len(y) != 4 or len(weight) != 4 or y[1] != weight[0]:
-        raise ValueError(f'x: expected shape (N, {weight[0]}, H, W) for weight {weight}, got {y}')
+        raise ShapeError(f'x: expected shape (N, {weight[0]}, H, W) for weight {weight}, got {y}')
     settings = _Convolution(stride, padding, dilation, groups)
     more = pair('output_padding', output_padding, 0)
     if any(n >= s for n, s in zip(more, settings.stride, strict=True)):
@@ -146,7 +147,7 @@ def _shapes(x: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, int]
         zeros = [0, 0] if isinstance(padding, str) else [*padding]
         places = [*map(positions, (H, W), window, stride, zeros, dilation)]
     if min(places) < 1:
-        raise ValueError(f'conv2d: a window of {tuple(window)} with dilation {dilation} does not fit into {(H, W)} '
+        raise ShapeError(f'conv2d: a window of {tuple(window)} with dilation {dilation} does not fit into {(H, W)} '
                          f'with padding {tuple(zeros)}')
     return Shapes._make((*x, O, *places, *window, *stride, *zeros, *dilation, groups))
 

@@ -33,7 +33,7 @@ class Positions:
     def __init__(self, size: int, longest: float = 1000, scale: float = 1.0, name: str = 'positions',
                  halves: bool = False) -> None:
         self.scale, self.name, self.halves = scale, name, halves
-        table = HOST.zeros((longest, size), np.float32)
+        table = HOST.zero_array((longest, size), np.float32)
         angles = np.arange(longest)[:, None] / 10000.0 ** (np.arange(0, size, 2) / size)
         half = -(-size // 2)
         sines, cosines = (slice(half), slice(half, None)) if halves else (slice(0, None, 2), slice(1, None, 2))

@@ -963,7 +963,7 @@ def test_every_device_allocates_copies_launches_records_and_replays(device):
     plan.run()
     assert backend.get(y).tolist() == [10] * 4 and plan.memory().intermediates == 64
     assert backend.get(device.new(3, np.int64)).shape == (3,)
-    assert backend.get(device.zeros((2, 1), np.uint8)).tolist() == [[0], [0]]
+    assert backend.get(device.zero_array((2, 1), np.uint8)).tolist() == [[0], [0]]
 
 
 def test_the_oracle_needs_no_kernels():

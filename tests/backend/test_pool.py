@@ -106,4 +106,4 @@ def test_large_arrays_of_the_cpu_come_from_the_pool(dtype):
     place = location(HOST.new((n,), dtype))
     a = HOST.new((n,), dtype)
     assert location(a) == place and place % 64 == 0 and a.dtype == dtype
-    assert location(HOST.zeros((n,), dtype)) != place and not HOST.zeros((n,), dtype).any()     # zeros are new memory
+    assert location(HOST.zero_array((n,), dtype)) != place and not HOST.zero_array((n,), dtype).any()     # zeros are new memory

@@ -37,6 +37,8 @@ def shaken(module):
     rng = np.random.default_rng(1)
     state = module.state_dict()
     for name, value in state.items():
+        if value.dtype.kind != 'f':             # a count of batches
+            continue
         noise = rng.standard_normal(value.shape) * 0.5
         state[name] = (value + (np.abs(noise) if 'var' in name else noise)).astype(np.float32)
     module.load_state_dict(state)

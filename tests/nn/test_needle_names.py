@@ -6,8 +6,8 @@ import pytest
 from arrays import close
 
 import pyops
+from pyops import data, init, ndarray, nn, optim
 from pyops import functional as F
-from pyops import init, ndarray, nn, optim
 from pyops.autograd import Tensor
 
 X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
@@ -102,3 +102,49 @@ def test_an_optimiser_clips_and_clears_its_gradients():
     assert before.item() > 1 and abs(math.hypot(*[p.grad.norm().item() for p in model.parameters()]) - 0.5) < 1e-4
     optimizer.reset_grad()
     assert not any(p.grad.numpy().any() for p in model.parameters())
+
+
+def test_devices_make_arrays():
+    device = pyops.default_device()
+    for made, shape in ((device.zeros(2, 3), (2, 3)), (device.ones((2, 3)), (2, 3)), (device.full((2,), 2.5), (2,)),
+                        (device.empty((3, 1)), (3, 1)), (device.rand(2, 3, dtype='float32'), (2, 3)), (device.randn(4), (4,)),
+                        (device.randb(5, p=0.5), (5,)), (device.one_hot(4, np.array([1, 2]), dtype='float32'), (2, 4))):
+        assert type(made) is ndarray.NDArray and made.shape == shape and made.device is device
+    assert device.ones(2).tolist() == [1, 1] and device.full((1,), 2.5).tolist() == [2.5]
+    assert device.one_hot(3, np.array([2])).tolist() == [[0, 0, 1]] and device.zeros(1).tolist() == [0]
+
+
+def test_layers_and_functions_have_the_names_of_the_course():
+    for layer, twin in ((nn.BatchNorm1d(dim=4), nn.BatchNorm1d(4)), (nn.LayerNorm1d(dim=4, eps=1e-5), nn.LayerNorm(4))):
+        close(layer(Tensor(X)).numpy(), twin(Tensor(X)).numpy())
+    with pytest.raises(TypeError, match='multiple values|takes'):
+        nn.BatchNorm1d(4, dim=4, num_features=4)
+    branch = nn.Linear(4, 4)
+    assert nn.Residual(branch).fn is branch
+    close(F.logsoftmax(Tensor(X)).numpy(), F.log_softmax(Tensor(X), 1).numpy())
+    pair = F.make_tuple(Tensor(X), Tensor(2 * X))
+    assert F.tuple_get_item(pair, 1) is pair[1]
+
+
+def test_data_has_the_names_of_the_course():
+    class Doubled(data.Dataset):
+        def __init__(self, transforms):
+            super().__init__(transforms)
+
+        def __getitem__(self, index):
+            return self.apply_transforms(np.float32([index, index])), index
+
+        def __len__(self):
+            return 3
+    calls = []
+    dataset = Doubled([lambda x: (calls.append(1), 2 * x)[1]])
+    rows, labels = next(iter(data.DataLoader(dataset=dataset, batch_size=3, shuffle=False)))
+    assert rows.tolist() == [[0, 0], [2, 2], [4, 4]] and labels.tolist() == [0, 1, 2] and len(calls) == 3
+    assert data.NDArrayDataset(X, np.arange(3))[1][1] == 1
+    batches = data.batchify(np.arange(10), 2)
+    for i, steps in ((0, 3), (3, 1)):
+        x, y = data.get_batch(batches, i, 3, device=pyops.default_device(), dtype='float32')
+        assert x.tolist() == batches[i:i + steps].tolist() and y.tolist() == batches[i + 1:i + steps + 1].reshape(-1).tolist()
+        assert x.dtype == y.dtype == np.float32
+    with pytest.raises(ValueError, match='get_batch: i: expected 0 to 3, before the last row, got 4'):
+        data.get_batch(batches, 4, 3)

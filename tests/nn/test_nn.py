@@ -1139,7 +1139,7 @@ def test_an_optimiser_says_when_there_is_nothing_to_train():
     with pytest.raises(ValueError, match='optimizer: got 2 parameters, and none requires a gradient'):
         optim.SGD(model.parameters())
     assert model.weight.grad is None
-    with pytest.raises(TypeError, match='optimizer: expected contiguous float32 Tensors'):
+    with pytest.raises(TypeError, match='optimizer: expected contiguous Tensors of float32 or float64'):
         optim.SGD([Tensor(normal(4, 4), requires_grad=True).detach().T.requires_grad_()])
 
 

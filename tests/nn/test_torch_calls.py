@@ -134,7 +134,8 @@ def test_running_statistics_and_buffers_are_tensors():
     layer.register_buffer('table', None)
     layer.register_buffer('other', Tensor(x))
     del layer.other
-    assert [name for name, _ in layer.named_buffers()] == list(layer.state_dict())[2:] == ['running_mean', 'running_var']
+    assert [name for name, _ in layer.named_buffers()] == list(layer.state_dict())[2:] == [
+        'running_mean', 'running_var', 'num_batches_tracked']
     layer.table = Tensor(np.arange(4))
     layer(Tensor(x))
     assert isinstance(layer.running_mean, Tensor) and not layer.running_mean.requires_grad
@@ -161,12 +162,12 @@ def small():
     return model
 
 
-def test_a_module_stays_on_its_device_and_in_float32():
+def test_a_module_stays_on_its_device():
     model = small()
     assert model.to('cpu') is model.cpu() is model.float() is model.to(pyops.float32) is model.to(Tensor(normal(1))) is model
-    for call in (model.double, lambda: model.to('float64')):
-        with pytest.raises(TypeError, match='Sequential has float32 parameters, got float64'):
-            call()
+    if not pyops.default_device().is_host:
+        with pytest.raises(TypeError, match='parameters of float64 are on the CPU only'):
+            model.double()
     with pytest.raises(RuntimeError, match=r'Sequential is on .*; call pyops.use_gpu\(\)'):
         model.to(ndarray.numpy_device())
 
@@ -247,7 +248,8 @@ def test_members_by_name():
     assert model.get_submodule('blocks.0.0') is model.blocks[0][0] and model.get_submodule('') is model
     assert model.get_parameter('blocks.0.0.weight') is model.blocks[0][0].weight and model.get_parameter('scale') is model.scale
     assert model.get_buffer('norm.running_mean') is model.norm.running_mean
-    assert all(one is two for one, two in zip(model.buffers(), (model.norm.running_mean, model.norm.running_var), strict=True))
+    assert all(one is two for one, two in zip(model.buffers(), (
+        model.norm.running_mean, model.norm.running_var, model.norm.num_batches_tracked), strict=True))
     assert repr(model).startswith('Model(extra\n  (first): Linear(3, 4)')
     for call, error, text in (
             (lambda: model.get_submodule('blocks.2'), AttributeError, 'blocks.2: Model has no such module'),
@@ -331,7 +333,7 @@ def test_constructors_take_devices_numbers_of_numpy_and_keywords_of_torch():
     assert nn.Embedding.from_pretrained(normal(5, 3))(np.array([1])).shape == (1, 3)
     up, x = nn.ConvTranspose2d(3, 2, 3, 2), normal(1, 3, 4, 5)
     assert up(Tensor(x), output_size=(10, 11)).shape == (1, 2, 10, 11)
-    for make, error, text in ((lambda: nn.Linear(2, 3, dtype='float64'), TypeError, 'Linear: dtype: expected float32, got'),
+    for make, error, text in ((lambda: nn.Linear(2, 3, dtype='int32'), TypeError, 'Linear: dtype: expected float32 or float64'),
                               (lambda: nn.Linear(2, 3, device='tpu'), ValueError, 'tpu'),
                               (lambda: nn.Parameter(), TypeError, 'Parameter: expected data, or a shape and an init'),
                               (lambda: nn.Threshold(1.0), TypeError, "Threshold: missing a required argument: 'value'"),
@@ -459,10 +461,11 @@ def test_batch_norm_without_parameters_or_running_statistics(torch, options, tra
     layer, twin = (module.BatchNorm2d(num_features=3, **options).train(training) for module in (nn, torch.nn))
     twin.double()
     alike(torch, layer, twin, normal(4, 3, 2, 5))
-    state = {name: one.numpy() for name, one in twin.state_dict().items() if name != 'num_batches_tracked'}
+    state = {name: one.numpy() for name, one in twin.state_dict().items()}
     assert layer.state_dict().keys() == state.keys()
     for name, one in layer.state_dict().items():
-        close(one, state[name])
+        if one.dtype == np.float32:             # `alike` calls the layer more often than its twin
+            close(one, state[name])
     x, dy = normal(4, 3, 2, 5), normal(4, 3, 2, 5)
     y, ctx = layer.forward(put(x))
     leaf = Tensor(x, requires_grad=True)
