@@ -8,6 +8,7 @@ import numpy as np
 from pyops.autograd.gradients import grad
 from pyops.autograd.mode import enable_grad
 from pyops.autograd.tensor import Tensor, stack
+from pyops.errors import ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,3 +70,40 @@ def vjp(func: Callable[..., Any], inputs: Any, v: Numbers | None = None, create_
         y = func(*xs)
         found = tuple(_gradients(y, xs, v, create_graph))
     return y if create_graph else y.detach(), found if isinstance(inputs, tuple | list) else found[0]
+
+
+def jvp(func: Callable[..., Any], inputs: Any, v: Any = None, create_graph: bool = False) -> tuple[Any, Any]:
+    """Return the result of func, a Tensor, and the product of its Jacobian with v, of the shapes of the inputs; None: ones."""
+    with enable_grad():
+        xs = _leaves(inputs)
+        y = func(*xs)
+        dy = y.detach().requires_grad_()
+        # the product with the transpose is linear in dy, so its derivative by dy is the product
+        products = grad(y, xs, dy, create_graph=True, allow_unused=True) if y.requires_grad else ()
+        pairs = [(g, d) for g, d in zip(products, _directions(v, xs), strict=False) if g is not None and g.requires_grad]
+        found = grad([g for g, _ in pairs], dy, [d for _, d in pairs], create_graph=create_graph, retain_graph=True,
+                     materialize_grads=True)[0] if pairs else y.new_zeros(y.shape)
+    return y if create_graph else y.detach(), found
+
+
+def hvp(func: Callable[..., Tensor], inputs: Any, v: Any = None, create_graph: bool = False) -> tuple[Any, Any]:
+    """Return the result of func, one number, and the product of its Hessian with v, of the shapes of the inputs."""
+    with enable_grad():
+        xs = _leaves(inputs)
+        y = func(*xs)
+        first = [(g, d) for g, d in zip(_gradients(y, xs, None, True), _directions(v, xs), strict=True) if g.requires_grad]
+        found = tuple(grad([g for g, _ in first], xs, [d for _, d in first], create_graph=create_graph, retain_graph=True,
+                           materialize_grads=True) if first else (x.new_zeros(x.shape) for x in xs))
+    return y if create_graph else y.detach(), found if isinstance(inputs, tuple | list) else found[0]
+
+
+def _directions(v: Any, xs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return v as a list of Tensors, of the shapes of the inputs."""
+    if v is None:
+        return [x.new_ones(x.shape) for x in xs]
+    several = isinstance(v, tuple) or isinstance(v, list) and len(xs) > 1
+    given = [one if isinstance(one, Tensor) else x.new_tensor(one) for one, x in zip(v if several else [v], xs, strict=True)]
+    for one, x in zip(given, xs, strict=True):
+        if one.shape != x.shape:
+            raise ShapeError(f'v: expected shape {x.shape}, got {one.shape}')
+    return given

@@ -315,12 +315,14 @@ def _own(gradient: NDArray, taken: set[int]) -> NDArray:
 
 
 def grad(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], grad_outputs: Any = None,
-         retain_graph: bool | None = None, create_graph: bool = False, allow_unused: bool = False) -> tuple[Tensor, ...]:
+         retain_graph: bool | None = None, create_graph: bool = False, allow_unused: bool | None = None,
+         materialize_grads: bool = False) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs, leaves or not, as a tuple of Tensors.  No .grad changes.
 
     inputs: a Tensor or several.  grad_outputs: the gradient of each output; None: 1, for a scalar.
     retain_graph, create_graph: see backward.
     allow_unused: return None for an input that the outputs do not depend on, instead of raising RuntimeError.
+    materialize_grads: return zeros for it.
     """
     if isinstance(outputs, Recorded) and not isinstance(grad_outputs, list | tuple):
         grad_outputs = [grad_outputs]
@@ -341,10 +343,13 @@ def grad(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], 
     found = [g if g is None or type(p) is tuple else walk.hooked(getattr(p, '_hooks', None), g)
              for p, g in zip(parents, found, strict=True)]
     for i, (gradient, x) in enumerate(zip(found, inputs, strict=True)):
-        if gradient is None and not allow_unused:
+        if gradient is None and not (allow_unused or materialize_grads):
             raise RuntimeError(f'grad: the outputs do not depend on input {i} of shape {x.shape}; '
                                'allow_unused=True gives None for it')
     taken: set[int] = set()
+    if materialize_grads:
+        found = [(wrap(zeros, None) if create_graph else zeros) if g is None else g for g, zeros in (
+            (g, ndarray.zeros(x.shape, x.dtype, x.device)) for g, x in zip(found, inputs, strict=True))]
     return tuple(g if g is None or create_graph else wrap(_own(g, taken), None) for g in found)    # type: ignore[misc]
 
 

@@ -228,3 +228,30 @@ def test_detach_in_place_drops_the_history():
     x = Tensor(X, requires_grad=True)
     y = x * 2
     assert y.detach_() is y and y.is_leaf and not y.requires_grad
+
+
+@pytest.mark.parametrize('name, function', [
+    ('jvp', lambda x: (x * x).cumsum(0) * x), ('jvp', lambda x: x * 2.0), ('hvp', lambda x: (x ** 3).sum() * x[0]),
+    ('hvp', lambda x: x.sum())])
+def test_products_with_derivatives_are_those_of_torch(torch, name, function):
+    x, v = np.float32([1, 2, 3]), np.float32([0.5, -1, 2])
+    mine = getattr(pyops.autograd.functional, name)(function, Tensor(x), Tensor(v))
+    want = getattr(torch.autograd.functional, name)(function, torch.tensor(x), torch.tensor(v))
+    for one, other in zip(mine, want, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6)
+
+
+def test_products_with_derivatives_of_several_inputs():
+    x, v = Tensor([1.0, 2.0]), Tensor([0.5, -1.0])
+    value, found = pyops.autograd.functional.jvp(lambda x, y: x * y, (x, v), (v, x))
+    assert value.tolist() == [0.5, -2.0] and found.tolist() == [1.25, 5.0]              # v v + x x
+    _, found = pyops.autograd.functional.hvp(lambda x, y: (x * x * y).sum(), (x, v), (v, x))
+    assert [one.tolist() for one in found] == [[2.5, 10.0], [1.0, -4.0]]                # 2 y v + 2 x x, 2 x v
+    with pytest.raises(ValueError, match=r'v: expected shape \(2,\), got \(3,\)'):
+        pyops.autograd.functional.jvp(lambda x: x * x, x, [1.0, 2.0, 3.0])
+
+
+def test_gradients_that_do_not_exist_can_be_zeros():
+    x, unused = Tensor([1.0, 2.0], True), Tensor([[3.0]], True)
+    found = pyops.autograd.grad((x * x).sum(), [x, unused], materialize_grads=True)
+    assert [one.tolist() for one in found] == [[2.0, 4.0], [[0.0]]]
