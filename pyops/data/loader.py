@@ -58,6 +58,16 @@ def _as_tensors(batch: Any) -> Any:
     return batch
 
 
+def _without_axis(batch: Any) -> Any:
+    """Return the only sample of a batch."""
+    if isinstance(batch, dict):
+        return {name: _without_axis(value) for name, value in batch.items()}
+    if isinstance(batch, tuple):
+        values = list(map(_without_axis, batch))
+        return type(batch)(*values) if hasattr(batch, '_fields') else tuple(values)
+    return np.asarray(batch[0]) if isinstance(batch, np.ndarray) else batch[0]
+
+
 class DataLoader:
     """An iterable over batches: `for images, labels in loader` runs one epoch of Tensors; the next loop runs the next epoch.
 
@@ -65,7 +75,8 @@ class DataLoader:
     numbers, arrays, texts, and tuples or dicts of them; see default_collate.
     shuffle: use the order of pyops.data.batches, or a permutation drawn from `generator`, a numpy Generator, for each epoch.
     sampler: an iterable of the indices of an epoch, instead of shuffle.  batch_sampler: an iterable of lists of indices, one
-    per batch, instead of batch_size, shuffle, sampler and drop_last.
+    per batch, instead of batch_size, shuffle, sampler and drop_last.  batch_size=None: yield the samples one by one, without
+    the axis of a batch.
     num_workers: number of threads that make batches ahead, prefetch_factor each.  The batches and their order do not depend on
     it.  An exception in a thread is raised in the loop, at its batch.
     collate_fn: makes a batch of a list of samples; its result is yielded as it is.
@@ -75,7 +86,7 @@ class DataLoader:
     resume a run.
     """
 
-    def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False, sampler: Iterable[int] | None = None,
+    def __init__(self, dataset: Any, batch_size: int | None = 1, shuffle: bool = False, sampler: Iterable[int] | None = None,
                  batch_sampler: Iterable[Sequence[int]] | None = None, num_workers: int = 0,
                  collate_fn: Callable[[list[Any]], Any] | None = None, pin_memory: bool = False, drop_last: bool = False,
                  timeout: float = 0, worker_init_fn: Callable[[int], Any] | None = None, multiprocessing_context: Any = None,
@@ -89,6 +100,9 @@ class DataLoader:
         elif not hasattr(dataset, '__getitem__') or (sampler is batch_sampler is None and not hasattr(dataset, '__len__')):
             raise TypeError('DataLoader: dataset: expected an object with __len__ and __getitem__, got '
                             f'{type(dataset).__name__}; ArrayDataset makes one of arrays')
+        if batch_size is None and (batch_sampler is not None or drop_last):
+            raise ValueError('DataLoader: batch_size: expected a number with batch_sampler or drop_last, got None')
+        self._is_batched, batch_size = batch_size is not None, 1 if batch_size is None else batch_size
         for name, number, least in (('batch_size', batch_size, 1), ('num_workers', num_workers, 0),
                                     ('prefetch_factor', prefetch_factor, 1)):
             if operator.index(number) < least:
@@ -160,8 +174,7 @@ class DataLoader:
         """Return the batch with these indices."""
         is_dataset = isinstance(self.dataset, Dataset)
         if self.collate_fn is None and is_dataset and self.dataset.makes_batches:
-            batch = self.dataset.batch(rows, self.seed, epoch)
-            return batch if self.arrays else _as_tensors(batch)
+            return self._finished(self.dataset.batch(rows, self.seed, epoch))
         rows = get(rows)
         return self._joined(self.dataset.samples(rows, self.seed, epoch) if is_dataset else
                             [self.dataset[int(row)] for row in rows])
@@ -169,11 +182,17 @@ class DataLoader:
     def _joined(self, samples: list[Any]) -> Any:
         """Return the batch of these samples."""
         if self.collate_fn is not None:
-            return self.collate_fn(samples)
+            return self.collate_fn(samples if self._is_batched else samples[0])
         try:
             batch = default_collate(samples)
         except (TypeError, ValueError) as error:
             raise type(error)(f'DataLoader: {type(self.dataset).__name__}: {error}') from None
+        return self._finished(batch)
+
+    def _finished(self, batch: Any) -> Any:
+        """Return a batch as it is yielded."""
+        if not self._is_batched:
+            batch = _without_axis(batch)
         return batch if self.arrays else _as_tensors(batch)
 
     def _made_ahead(self, make: Callable[[Any], Any], every: Iterator[Any]) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from pyops.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
@@ -291,3 +292,15 @@ def test_an_iterable_dataset_is_read_in_order():
         DataLoader(Lines(), 2, shuffle=True)
     with pytest.raises(TypeError, match='Lines has no length'):
         len(loader)
+
+
+def test_a_loader_without_a_batch_size_yields_samples():
+    pairs = TensorDataset(np.arange(5), 2 * np.arange(5))
+    found = list(DataLoader(pairs, batch_size=None))
+    assert [(x.item(), y.item()) for x, y in found] == [(i, 2 * i) for i in range(5)] and found[0][0].shape == ()
+    assert len(DataLoader(pairs, batch_size=None)) == 5
+    assert list(DataLoader(['a', 'b'], batch_size=None)) == ['a', 'b']
+    assert [one['a'].item() for one in DataLoader([{'a': 1}, {'a': 2}], batch_size=None)] == [1, 2]
+    assert list(DataLoader([1, 2], batch_size=None, collate_fn=lambda one: one + 1)) == [2, 3]
+    with pytest.raises(ValueError, match='batch_size: expected a number with batch_sampler or drop_last, got None'):
+        DataLoader(pairs, batch_size=None, drop_last=True)
