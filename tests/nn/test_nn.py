@@ -591,7 +591,7 @@ def test_same_seed_layers_constructed_in_another_order_the_same_weights():
     one, other = Net(), Net(backwards=True)
     assert [name for name, _ in one.named_parameters()] != [name for name, _ in other.named_parameters()]
     first, second = one.state_dict(), other.state_dict()
-    assert set(first) == set(second) and len(first) == 2 + 4 + 22 + 4
+    assert set(first) == set(second) and len(first) == 2 + 5 + 22 + 4
     for name, value in first.items():
         assert (value == second[name]).all(), name
     assert (first['blocks.0.module.weight'] != first['blocks.1.module.weight']).any()

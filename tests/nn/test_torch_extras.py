@@ -10,6 +10,7 @@ import pyops
 from pyops import functional as F
 from pyops import nn, optim
 from pyops.autograd import Tensor
+from pyops.backend import put
 
 RNG = np.random.default_rng(0)
 
@@ -109,7 +110,7 @@ def test_a_lazy_layer_gets_its_size_in_the_first_call():
     optimizer.step()
     assert (lazy[4].weight.numpy() != before).any()
     layer = nn.LazyLinear(3)
-    y, ctx = layer.forward(draw(2, 4))
+    y, ctx = layer.forward(put(draw(2, 4)))
     assert y.shape == (2, 3) and layer.backward(y, ctx).shape == (2, 4)
 
 
