@@ -576,7 +576,7 @@ def feed_forward(x: Numbers, w1: Numbers, b1: Numbers, w2: Numbers, b2: Numbers,
     activation: relu, silu or gelu
     """
     if is_double(tensor(x)) and activation in ('relu', 'silu', 'gelu'):
-        function: Callable[[Tensor], Tensor] = {'relu': relu, 'silu': silu, 'gelu': gelu}[activation]   # type: ignore[assignment]
+        function: Any = {'relu': relu, 'silu': silu, 'gelu': gelu}[activation]
         return linear(function(linear(x, w1, b1)), w2, b2)
     return apply(FeedForward, tensor(x), w1=tensor(w1), b1=tensor(b1), w2=tensor(w2), b2=tensor(b2), activation=activation)
 

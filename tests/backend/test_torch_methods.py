@@ -357,7 +357,7 @@ def test_every_axis_may_be_called_dim():
     for owner, make in ((NDArray, array), (Tensor, Tensor), (F, Tensor), (ndarray, array)):
         for name, function in inspect.getmembers(owner, callable):
             imported = inspect.ismodule(owner) and function.__module__ != owner.__name__
-            if imported or name.startswith('_') or name == 'softmax_gradient':
+            if imported or name.startswith('_') or name in ('softmax_gradient', 'gumbel_softmax'):  # the second is random
                 continue
             if 'axis' not in inspect.signature(function).parameters:
                 continue
