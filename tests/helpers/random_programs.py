@@ -32,6 +32,7 @@ from pyops.steps import Steps
 SAMPLES, TOKENS, NUMBERS = 40, 11, 60           # samples of a data set; different tokens; numbers of a program
 LOSS_TOLERANCE, DERIVATIVE_TOLERANCE = 1e-4, 5e-3
 LARGEST, ROUNDING = 1e18, 2.0**-23              # of a number whose square is finite; of a number near 1
+SMALLEST = 2.0**-126                            # normal number: smaller ones lose digits
 DERIVATIVE_STEPS = 2.0**-13, 2.0**-17, 2.0**-21
 WIDTHS = 3, 1, 2, 5, 8, 16, 17, 33
 LARGE = 50                      # one of so many programs is so large that threads share the work of most of its kernels
@@ -485,35 +486,37 @@ def difference_from_float64(training):
     directions = {'a random direction': np.random.default_rng(0).choice([-1.0, 1.0], gradient.shape),
                   'the direction of the gradient': np.sign(gradient)}
     for name, direction in directions.items():
-        # A kink between the two points spoils one step size, and rarely all.  If the norm of an almost constant row bends the
-        # loss within the smallest step, the last two sizes disagree, and none can tell.
+        def error(step, back=1.0, seed=None, direction=direction):
+            return _derivative_error(training.params, formula, gradient, direction * step, -back * step * direction, seed)
+        # A kink between the two points spoils one step size, and rarely all.
         errors = []
         for step in DERIVATIVE_STEPS:
-            errors.append(_derivative_error(training.params, formula, gradient, direction * step))
+            errors.append(error(step))
             if abs(errors[-1]) <= DERIVATIVE_TOLERANCE:
                 break
         else:
-            # As with the loss, rounding may change the derivative as much.
-            near = [_derivative_error(training.params, formula, gradient, direction * DERIVATIVE_STEPS[0], seed)
-                    for seed in range(4)]
-            if not (abs(errors[-2] - errors[-1]) > max(map(abs, errors[-2:])) / 2
-                    or abs(errors[-1]) <= 4 * max(abs(error - errors[0]) for error in near)):
+            # If a kink is nearer than the smallest step, the derivative to one side is right.  If the norm of an almost
+            # constant row bends the loss within it, the last two sizes disagree, and none can tell.  As with the loss, rounding
+            # may change the derivative as much.
+            near = max(abs(error(DERIVATIVE_STEPS[0], seed=seed) - errors[0]) for seed in range(4))
+            if not (any(abs(error(sign * step, 0.0)) <= DERIVATIVE_TOLERANCE for sign in (1, -1))
+                    or abs(errors[-2] - errors[-1]) > max(map(abs, errors[-2:])) / 2 or abs(errors[-1]) <= 4 * near):
                 return f'float64: the derivative in {name} differs by {errors[-1]:.1e} of the norm of the gradient'
     return None
 
 
-def _derivative_error(params, formula, gradient, step, seed=None):
-    """Return the error of the derivative in a direction, as a share of the largest that the norm of the gradient allows.
+def _derivative_error(params, formula, gradient, one, other, seed=None):
+    """Return the error of the derivative between two points, as a share of the largest that the norm of the gradient allows.
 
-    seed: of the rounding of the formula's results, the same at both points (default: they are not rounded)
+    one, other: added to the parameters;  seed: of the rounding of the formula's results (default: they are not rounded)
     """
     kept, losses = params.values.copy(), []
-    above, below = ((kept + sign * step).astype(np.float32) for sign in (1, -1))
-    for point in (above, below):
+    points = [(kept + step).astype(np.float32) for step in (one, other)]
+    for point in points:
         params.values[...] = point
         losses.append(formula.again(None if seed is None else np.random.default_rng(seed)))
     params.values[...] = kept
-    moved = above.astype(np.float64) - below
+    moved = points[0].astype(np.float64) - points[1]
     return (gradient @ moved - (losses[0] - losses[1])) / (np.linalg.norm(gradient) * np.linalg.norm(moved) + 1e-12)
 
 
@@ -530,7 +533,7 @@ def difference_of_the_update(trained):
     expected, slack = update_of(name, settings, len(training.batches), is_matrix, **before)
     for key, exact in expected.items():
         kept = before[key] if key == 'values' else 0
-        tolerance = RTOL * np.abs(exact - kept).max(initial=0.0) + ROUNDING * np.abs(exact).max(initial=0.0)
+        tolerance = SMALLEST + RTOL * np.abs(exact - kept).max(initial=0.0) + ROUNDING * np.abs(exact).max(initial=0.0)
         errors = np.abs(after[key] - exact)
         if key == 'values':
             errors = np.where(is_matrix, 0, np.where(errors <= slack, 0, errors - slack))
