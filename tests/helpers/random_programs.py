@@ -32,6 +32,7 @@ from pyops.steps import Steps
 SAMPLES, TOKENS, NUMBERS = 40, 11, 60           # samples of a data set; different tokens; numbers of a program
 LOSS_TOLERANCE, DERIVATIVE_TOLERANCE = 1e-4, 5e-3
 LARGEST, ROUNDING = 1e18, 2.0**-23              # of a number whose square is finite; of a number near 1
+ROUNDINGS = 16                                  # within a kernel, at most; a formula rounds its result only
 SMALLEST = 2.0**-126                            # normal number: smaller ones lose digits
 DERIVATIVE_STEPS = 2.0**-13, 2.0**-17, 2.0**-21
 WIDTHS = 3, 1, 2, 5, 8, 16, 17, 33
@@ -479,7 +480,7 @@ def difference_from_float64(training):
     if not abs(got - exact) <= LOSS_TOLERANCE * max(abs(exact), 1):
         # Norms of almost equal numbers enlarge rounding: then float32 numbers near those of the formula give other losses, too.
         spread = max(abs(formula.again(np.random.default_rng(seed)) - exact) for seed in range(4))
-        return None if abs(got - exact) <= 4 * spread else f'float64: the loss is {got:.8g}, expected {exact:.8g}'
+        return None if abs(got - exact) <= ROUNDINGS * spread else f'float64: the loss is {got:.8g}, expected {exact:.8g}'
     # The gradient of a logit is p - 1 in float32: of a loss below this, rounding p to 1 takes too many of its digits.
     if training.program.classes and exact < ROUNDING / DERIVATIVE_TOLERANCE:
         return None
@@ -500,7 +501,7 @@ def difference_from_float64(training):
             # may change the derivative as much.
             near = max(abs(error(DERIVATIVE_STEPS[0], seed=seed) - errors[0]) for seed in range(4))
             if not (any(abs(error(sign * step, 0.0)) <= DERIVATIVE_TOLERANCE for sign in (1, -1))
-                    or abs(errors[-2] - errors[-1]) > max(map(abs, errors[-2:])) / 2 or abs(errors[-1]) <= 4 * near):
+                    or abs(errors[-2] - errors[-1]) > max(map(abs, errors[-2:])) / 2 or abs(errors[-1]) <= ROUNDINGS * near):
                 return f'float64: the derivative in {name} differs by {errors[-1]:.1e} of the norm of the gradient'
     return None
 
