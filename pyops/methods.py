@@ -48,13 +48,11 @@ DEVICE_NAMES = 'cpu', 'cuda', 'cuda:0', 'gpu'
 
 
 def numpy_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return np.dtype(dtype), also for the name 'bfloat16', which numpy lacks."""
-    try:
-        return np.dtype(dtype)
-    except TypeError:
-        if not isinstance(dtype, str) or dtype != 'bfloat16':
-            raise
+    """Return np.dtype(dtype), and BF16 for bfloat16, a name that numpy knows only once ml_dtypes was imported."""
+    if isinstance(dtype, str) and dtype == 'bfloat16':
         return BF16
+    found = np.dtype(dtype)
+    return BF16 if found.kind == 'V' and found.name == 'bfloat16' else found
 
 
 # reductions that take numpy's dtype, out, initial and where -> the number that changes no result; None: there is none

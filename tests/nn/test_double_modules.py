@@ -106,6 +106,15 @@ def test_sixteen_bits_are_refused_with_what_to_do(call):
         call()
 
 
+def test_the_dtype_of_ml_dtypes_is_refused_as_well():
+    """Once it is imported, numpy knows the name, too."""
+    ml_dtypes = pytest.importorskip('ml_dtypes', reason='ml_dtypes is not installed: pip install ml_dtypes')
+    for dtype in ml_dtypes.bfloat16, 'bfloat16':
+        for call in network().to, pyops.ones(3).to, lambda dtype: pyops.zeros(3, dtype=dtype):
+            with pytest.raises(TypeError, match='bfloat16: arrays are float32, float64, int32 or bool; .*'):
+                call(dtype)
+
+
 def test_other_dtypes_of_modules_are_refused():
     with pytest.raises(TypeError, match='Sequential.to: dtype: expected float32 or float64, got int32'):
         network().to(np.int32)
