@@ -1,4 +1,4 @@
-/* narrow_sums.c - matrix products whose sums have few bits, as those of tensor cores.
+/* narrow_sums.c - matrix products whose sums have few bits, as in tensor cores.
  *
  * A task is a tile of c.  For each group of K, columns of b and rows of a become doubles, and the row kernel adds the group to the
  * running sums of a row of the tile.

@@ -31,7 +31,7 @@
 //   dx, dweight gemm.cu's products, with the number of valid rows as their limit
 //
 // With floats rounded to TF32 it is the same on Hopper.  There wgmma reads operands only along K, and does not round.  So all
-// operands are stored rounded, and those of dx and dweight also transposed:
+// operands are stored rounded, and operands of dx and dweight also transposed:
 //
 //   gather      also x_valid'; further blocks write weight and weight'
 //   dlogits     the gradient takes 4 bytes, and so do exponentials (Exp32); also dlogits'

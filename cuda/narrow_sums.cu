@@ -1,4 +1,4 @@
-// narrow_sums.cu - matrix products whose sums have few bits, as those of tensor cores: a thread for each element of c.
+// narrow_sums.cu - matrix products whose sums have few bits, as in tensor cores: a thread for each element of c.
 #include "block.cuh"
 #include "index.cuh"
 #define NARROW_INLINE static __host__ __device__ __forceinline__

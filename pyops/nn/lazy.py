@@ -23,7 +23,7 @@ from pyops.nn.module import Layer
 class _Lazy(Layer):
     """Base of lazy layers.  KIND: the class of the layer;  AXIS: the axis of x whose size is its first argument.
 
-    Arguments are those of KIND without the first.  parameters() of a tree with a lazy layer is a ValueError.
+    It takes the arguments of KIND without the first.  parameters() of a tree with a lazy layer is a ValueError.
     """
     KIND: type[Layer]
     AXIS = 1

@@ -26,7 +26,7 @@ _END = 10.0             # seconds that a process has to end
 
 
 class Answers(NamedTuple):
-    """The translations of a batch.   texts: those of each text as JSON (api.encoded)
+    """The translations of a batch.   texts: the translations of each text as JSON (api.encoded)
     source_tokens, output_tokens: the numbers of tokens of the texts, and of their best translations"""
     texts: list[str]
     source_tokens: int

@@ -1,4 +1,4 @@
-"""Products whose sums have few bits, as those of tensor cores: by their definition in fractions, layouts, special numbers.
+"""Products whose sums have few bits, as in tensor cores: by their definition in fractions, layouts, special numbers.
 
 Runs on the emulation of a GPU too.
 """

@@ -41,7 +41,7 @@ def _pieces(side):
 
 
 def marian_folders(folder):
-    """Return a model in the layout of the hub, and with PyYAML also one in that of Marian."""
+    """Return a model in the layout of the hub, and with PyYAML also one in Marian's layout."""
     tokens = ['</s>', '<unk>', *(mark + letter for mark in ('', '▁') for letter in _LETTERS), '▁', '<pad>']
     config = Config(len(tokens), len(tokens), **_SIZES, tied=True, bias=True, halves=True, num_steps=8, positions=8)
     specs = {name: spec.shape for name, spec in parameter_specs(config).items()}
