@@ -139,6 +139,8 @@ def _tensor(model, name, shape):
     if name not in model.tensors or model.tensors[name].shape != shape:
         got = model.tensors[name].shape if name in model.tensors else 'none'
         raise UserError(f'{model.path}: {name}: expected shape {shape}, got {got}; get all files from the same model')
+    if model.tensors[name].dtype.kind not in 'fiub':
+        raise UserError(f'{model.path}: {name}: expected numbers, got {model.tensors[name].dtype}; get the file again')
     return model.tensors[name].astype(np.float32)
 
 

@@ -2,6 +2,7 @@
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -38,10 +39,16 @@ def test_an_error_has_the_traceback_of_the_process(workers):
 
 
 def test_a_process_that_was_killed_is_started_again(workers):
-    killed = workers[1]._process
+    killed, connection, sent = workers[1]._process, workers[1]._connection, threading.Event()
+
+    def send(batch):
+        connection.send(batch)
+        sent.set()
+    workers[1]._connection = SimpleNamespace(send=send, recv=connection.recv, close=connection.close)
     killed.send_signal(signal.SIGSTOP)                  # so it cannot answer before it is killed
     with ThreadPoolExecutor(1) as pool:
         batch = pool.submit(workers[1], TEXTS[:2], model().search(), False)
+        assert sent.wait(60)                            # else it would be started again for this batch
         killed.kill()
         with pytest.raises(RuntimeError, match='the process that translated was ended by signal 9'):
             batch.result(60)
