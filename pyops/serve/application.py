@@ -216,7 +216,7 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     """Return the body of a request.   Refused: larger than `most` bytes, not there in time, or the client is gone"""
     too_large = Refused(413, f'body: expected at most {most} bytes; send fewer texts at once', Connection='close')
     length = request.headers.get('content-length', '')
-    if length.isdigit() and int(length[:20]) > most and 'expect' in request.headers:
+    if length.isascii() and length.isdigit() and int(length[:20]) > most and 'expect' in request.headers:
         raise too_large                         # the client waits for permission to send it
     chunks, size = [], 0
     try:

@@ -458,7 +458,7 @@ async def _answer(application, scope, body):
         line = json.loads(content)['error']
         assert line.isprintable() and len(line) <= 400, line
     elif status == 200 and scope['path'] == '/translate':
-        assert json.loads(content, parse_constant=_no_number)['translations']
+        assert isinstance(json.loads(content, parse_constant=_no_number)['translations'], list)
 
 
 def _no_number(name):
