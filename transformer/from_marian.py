@@ -286,9 +286,9 @@ def _of(path, config, name, below=None):
     value = config.get(name)
     if isinstance(value, str) and re.fullmatch('[0-9]{1,9}', value):
         value = int(value)
-    least = 1 if below is None else 0
-    if not isinstance(value, int) or value < least or below is not None and value >= below:
-        upper = '' if below is None else f' and below {below}, the size of the vocabulary'
+    least, most = (1, 10**12) if below is None else (0, below)
+    if not isinstance(value, int) or value < least or value >= most:
+        upper = f' and below {most}' + ', the size of the vocabulary' * (below is not None)
         raise UserError(f'{path}: {name} {_shown(value)}: expected a whole number of at least {least}{upper}; '
                         'get the file again')
     return value

@@ -405,7 +405,7 @@ def pickled(folder):
     (lambda folder: edit_json(folder / 'config.json', decoder_ffn_dim=64),
      'config.json: decoder_ffn_dim 64: expected 48, as in the encoder'),
     (lambda folder: edit_json(folder / 'config.json', d_model='large'),
-     "config.json: d_model 'large': expected a whole number of at least 1; get the file again"),
+     "config.json: d_model 'large': expected a whole number of at least 1 and below 1000000000000; get the file again"),
     (lambda folder: edit_json(folder / 'config.json', pad_token_id=9999),
      'config.json: pad_token_id 9999: expected a whole number of at least 0 and below '),
     (lambda folder: edit_json(folder / 'config.json', d_model=64), 'model.shared.weight: expected shape .* 64.*, got '),
