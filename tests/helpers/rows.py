@@ -76,6 +76,11 @@ def labels_with_masked_rows(rng, shape, classes, ignore):
     return labels
 
 
+def as_half(x):
+    """Return x with float16's precision, float32."""
+    return x.astype(np.float16).astype(np.float32)
+
+
 class LinearRow:
     name = 'linear'
     sizes = ((1, 1, 1), (3, 5, 7), (6, 16, 256), (7, 17, 257), (13, 32, 40), (64, 100, 96))      # R, O, I
@@ -94,6 +99,17 @@ class LinearOfSequencesRow(LinearRow):
     name = 'linear-of-sequences'
     sizes = ((1, 1, 1, 1), (2, 3, 5, 7), (3, 5, 17, 33), (4, 16, 40, 257))                        # T, B, O, I
     large = (9, 101, 100, 96)
+
+
+class HalfLinearRow(LinearOfSequencesRow):
+    """All numbers are float16's, so rounding to that format changes none."""
+    name = 'linear-of-halves'
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        T, B, O, _ = size
+        inputs, params = ({name: as_half(value) for name, value in values.items()} for values in (built.inputs, built.params))
+        return Built(Linear, inputs, params, dy=as_half(normal(rng, T, B, O)))
 
 
 class LinearWithoutBiasRow(LinearRow):
@@ -931,7 +947,7 @@ class InProductsRow:
             # an op stores the arguments of its constructor under their names
             arguments = inspect.signature(type(plain)).parameters
             return type(plain).rounded()(**{name: getattr(plain, name) for name in arguments}, recipe=self.recipe)
-        return Built(op, built.inputs, built.params, built.constants)
+        return Built(op, built.inputs, built.params, built.constants, built.dy)
 
 
 TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), ActivationRow(SiLU), ActivationRow(GELU),
@@ -986,6 +1002,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
              SmoothedLinearCrossEntropyRow(), LargeLinearCrossEntropyRow(0.1))),
          InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
          InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
+         InProductsRow(HalfLinearRow(), (2, 3, 5, 7), (3, 25, 17, 65), recipe=Recipe.parse('fp16:accumulate=24:promote=16')),
          InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16)),
          InProductsRow(SmoothFeedForwardRow('silu'), (2, 3, 4, 7), (1, 5, 17, 16))]
 EXAMPLES = [pytest.param(row, row.sizes[0], id=row.name)
