@@ -1,8 +1,12 @@
 """Atomic output: other processes see the previous file or the complete new one, never a part.  The same for new folders."""
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import shutil
+
+BLOCK = 4096            # bytes; direct I/O on common devices needs a multiple of it or of 512
 
 
 def write_atomically(path, *parts, mode=0o666, fsync=False):
@@ -12,6 +16,38 @@ def write_atomically(path, *parts, mode=0o666, fsync=False):
     """
     with open_atomically(path, mode, fsync) as file:
         return sum(file.write(part) for part in parts)
+
+
+def write_past_cache(path, head, body):
+    """Like write_atomically for bytes and a contiguous array, but where possible without the page cache.
+
+    Writing 64 MiB through the cache takes up to 0.13 s of processor time: the kernel clears pages and copies to them.  With
+    direct I/O the disk reads the array's memory itself, which takes 0.002 s.  The file system must support it; len(head) and
+    the array's address must be multiples of BLOCK.  The end of the array, and all that cannot be written so, is cached.
+    """
+    with memoryview(body).cast('B') as values, open_atomically(path) as file:
+        done = _write_blocks(file.fileno(), head, values)
+        file.seek(done)
+        file.write(head[done:])
+        file.write(values[max(done - len(head), 0):])
+        return len(head) + len(values)
+
+
+def _write_blocks(descriptor, head, values):
+    """Write as much of head and values as direct I/O can, and return the number of bytes."""
+    direct = getattr(os, 'O_DIRECT', 0)
+    if not direct or not head or len(head) % BLOCK:
+        return 0
+    aligned = mmap.mmap(-1, len(head))
+    aligned.write(head)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct)
+        return os.pwritev(descriptor, [aligned, values[:len(values) & -BLOCK]], 0) & -BLOCK
+    except OSError:                                     # no direct I/O here; any other error occurs again without it
+        return 0
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 @contextlib.contextmanager

@@ -211,6 +211,7 @@ class Plan:
         self._closed = False
         self._written = {}                      # of _writes
         self._writers: dict[int, list[int]] | None = None       # of writer
+        self._spans = None                      # of _last_write
         self._know(params, inputs)
 
     def _know(self, params, inputs):
@@ -456,7 +457,7 @@ class Plan:
         """Free the plan's memory.  run() raises afterwards."""
         self._closed = True
         self.actions, self.replayed, self._blocks, self._starts, self._free, self._allocated = [], [], [], [], [], []
-        self._written, self._writers = {}, None
+        self._written, self._writers, self._spans = {}, None, None
         self._calls.close()
 
     @property
@@ -501,20 +502,21 @@ class Plan:
         """Return the number of the replayed action that completes the gradient of a Part; None if there is none.
 
         A kernel that takes all gradients as one array counts only if it has a note: the others fill or clip."""
-        array = self.part(part, gradient=True)
-        low, high = location(array), location(array) + array.nbytes
-        for i in range(len(self.replayed) - 1, -1, -1):
-            for tensor, start, end in self._writes(i):
-                is_of_all = any(tensor is region for *_, region in self._regions)
-                if start < high and low < end and (self.replayed[i].notes or not is_of_all):
-                    return i
-        return None
+        return self._last_write(self.part(part, gradient=True), declared=True)
 
     def last_write_to(self, array: Array) -> int | None:
         """Return the number of the last replayed action that writes to memory of an array; None if there is none."""
-        low, high = location(array), location(array) + array.nbytes
-        return next((i for i in range(len(self.replayed) - 1, -1, -1)
-                     if any(start < high and low < end for _, start, end in self._writes(i))), None)
+        return self._last_write(array)
+
+    def _last_write(self, array, declared=False):
+        if self._spans is None:             # (first address, end, number of the action, whether last_write counts it)
+            of_all = {id(region) for *_, region in self._regions}
+            spans = [(start, end, i, bool(action.notes) or id(tensor) not in of_all)
+                     for i, action in enumerate(self.replayed) for tensor, start, end in self._writes(i)]
+            self._spans = np.array(spans, np.int64).reshape(-1, 4).T
+        starts, ends, numbers, counted = self._spans
+        found = numbers[(starts < location(array) + array.nbytes) & (location(array) < ends) & (counted >= declared)]
+        return int(found[-1]) if found.size else None
 
     def _writes(self, number):
         """Return (PlanTensor of the allocation, first address, end) of each array that a replayed action writes to."""

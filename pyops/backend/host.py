@@ -12,6 +12,7 @@ from pyops.backend.calls import Calls
 from pyops.backend.device import DTYPES, ERRORS, Block, Buffer, Device, not_compact, wrong_dtype
 from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations, layout, suffix_of, truth_of
 from pyops.backend.pool import LEAST, Pool
+from pyops.files import BLOCK
 
 _ffi = _cffi_backend.FFI()
 ADDRESS, _FLOATS, _CData, _BYTE = _ffi.typeof('intptr_t'), _ffi.typeof('float *'), _ffi.CData, np.dtype(np.uint8)
@@ -32,19 +33,19 @@ def as_floats(pointer):
     return cast(_FLOATS, pointer)
 
 
-def aligned(make, shape, dtype):
-    """Return an array aligned to a cache line, in memory from make(bytes, uint8)."""
+def aligned(make, shape, dtype, to=ALIGN):
+    """Return an array aligned to a cache line, or to this number of bytes, in memory from make(bytes, uint8)."""
     dtype, shape = np.dtype(dtype), as_shape(shape)
-    return _aligned(make, math.prod(shape) * dtype.itemsize, shape, dtype)
+    return _aligned(make, math.prod(shape) * dtype.itemsize, shape, dtype, to)
 
 
-def _aligned(make, nbytes, shape, dtype):
+def _aligned(make, nbytes, shape, dtype, to=ALIGN):
     """Return the same for a tuple and a dtype whose array has so many bytes."""
-    raw = make(nbytes + ALIGN, _BYTE)
-    return np.ndarray(shape, dtype, raw, -int(cast(ADDRESS, _from_buffer(raw))) % ALIGN)
+    raw = make(nbytes + to, _BYTE)
+    return np.ndarray(shape, dtype, raw, -int(cast(ADDRESS, _from_buffer(raw))) % to)
 
 
-LARGE = Pool(lambda nbytes: aligned(np.empty, (nbytes,), _BYTE))
+LARGE = Pool(lambda nbytes: aligned(np.empty, (nbytes,), _BYTE, BLOCK))      # may be saved: see files.write_past_cache
 
 
 class Host(Device):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from pyops.errors import UserError
-from pyops.files import write_atomically
+from pyops.files import BLOCK, write_atomically, write_past_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 VERSION = 1
 MANIFEST = 'manifest.jsonl'
 FORMATS = 'safetensors', 'pt'
-HEADER = 4096                   # most bytes per tensor in addition to its values: file header and manifest line
+HEADER = BLOCK + 2048           # most bytes per tensor in addition to its values: file header and manifest line
+LARGE = 2**21                   # bytes of an array that is written past the page cache; it costs as much for smaller ones
 QUEUE_LIMIT = 256 * 2**20       # bytes of queued tensors above which `tensor` blocks until the disk catches up
 _PENDING = 10_000               # manifest lines buffered while the disk is full
 _TIME = '%Y%m%d_%H%M%S'
@@ -68,7 +69,7 @@ class Writer:
     def __init__(self, folder: PathLike, limit: int | None = None, as_: str = 'safetensors',
                  run: Mapping[str, Any] | None = None) -> None:
         self.folder, self.limit, self.suffix = os.fspath(folder), limit, as_
-        self._serialise = {'safetensors': _safetensors, 'pt': _pt}[as_]
+        self._save = {'safetensors': _save_safetensors, 'pt': _save_pt}[as_]
         if as_ == 'pt':
             need_torch()
         self.taken = self.written = 0       # bytes accepted, bytes written
@@ -183,12 +184,13 @@ class Writer:
     # Memory that was just allocated costs a page fault every 4 KiB, several times the copy, so buffers are used again.
 
     def _buffer(self, shape: Shape) -> np.ndarray:
+        from pyops.backend.host import aligned
         with self._changed:
             free = self._free.get(math.prod(shape))
             if free:
                 self._free_bytes -= free[-1].nbytes
                 return free.pop().reshape(shape)
-        return np.empty(shape, np.float32)
+        return aligned(np.empty, shape, np.float32, BLOCK)
 
     def _give_back(self, array: np.ndarray) -> None:
         with self._changed:
@@ -209,6 +211,8 @@ class Writer:
             self._changed.notify_all()
 
     def _work(self) -> None:
+        if sys.platform == 'linux':                 # there a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
@@ -235,7 +239,9 @@ class Writer:
         path = os.path.join(self.folder, entry['file'])
         try:
             text = json.dumps(entry)
-            nbytes = write_atomically(path, *self._serialise(array, text, entry['dtype']))
+            # if the disk is slower than training, the cache takes what it has room for
+            write = write_atomically if self._queued_bytes > QUEUE_LIMIT * 3 // 4 else write_past_cache
+            nbytes = self._save(write, path, array, text, entry['dtype'])
         except (OSError, MemoryError) as error:
             self._count_lost(entry, getattr(error, 'strerror', None) or 'no memory')
             return
@@ -369,23 +375,27 @@ def need_torch() -> None:
         raise UserError('--save-as pt: torch is not installed: install it with: pip install torch') from error
 
 
-def _safetensors(array: np.ndarray, text: str, dtype: str) -> list[Any]:
-    """Return the parts of a safetensors file.  The library's own function would copy the values twice."""
+def _save_safetensors(write: Callable[..., int], path: str, array: np.ndarray, text: str, dtype: str) -> int:
+    """Write a safetensors file and return its size.  The library's own function would copy the values twice.
+
+    write: write_atomically, or for large arrays write_past_cache
+    """
     values = np.ascontiguousarray(array, '<f4')
     if dtype == 'bfloat16':                     # the upper halves
         values = np.ascontiguousarray(values.view('<u2').reshape(-1, 2)[:, 1])
     header = json.dumps({'__metadata__': {'pyops': text},
                          'tensor': {'dtype': {'float32': 'F32', 'bfloat16': 'BF16'}[dtype], 'shape': array.shape,
                                     'data_offsets': [0, values.nbytes]}}).encode()
-    header += b' ' * (-len(header) % 8)
-    return [len(header).to_bytes(8, 'little') + header, values]
+    is_large = values.nbytes >= LARGE
+    header += b' ' * (-(8 + len(header)) % (BLOCK if is_large else 8))
+    return (write if is_large else write_atomically)(path, len(header).to_bytes(8, 'little') + header, values)
 
 
-def _pt(array: np.ndarray, text: str, dtype: str) -> list[Any]:
+def _save_pt(write: Callable[..., int], path: str, array: np.ndarray, text: str, dtype: str) -> int:
     import torch
     file = io.BytesIO()
     torch.save({'tensor': torch.from_numpy(array).to(getattr(torch, dtype)), 'pyops': text}, file)
-    return [file.getbuffer()]
+    return write_atomically(path, file.getbuffer())
 
 
 def _finite(value: float | None) -> float | None:

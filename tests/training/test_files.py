@@ -1,11 +1,13 @@
 """pyops.files: a file is replaced, and a folder created, completely or not at all."""
+import errno
 import os
 import stat
 
 import numpy as np
 import pytest
 
-from pyops.files import new_folder, open_atomically, write_atomically
+from pyops.backend.host import aligned
+from pyops.files import BLOCK, new_folder, open_atomically, write_atomically, write_past_cache
 
 
 def test_the_parts_are_written_in_order_and_counted(tmp_path):
@@ -122,3 +124,36 @@ def test_a_folder_with_files_and_a_file_are_not_replaced(tmp_path):
         with pytest.raises(FileExistsError), new_folder(path):
             pytest.fail('the block was entered')
     assert os.listdir(tmp_path) == ['file'] and (tmp_path / 'file').read_bytes() == b'old'
+
+
+@pytest.mark.parametrize('size', [0, 5000, 100_000], ids=['empty', 'small', 'large'])
+@pytest.mark.parametrize('head', [b'', b'head', b'h' * BLOCK, b'h' * 3 * BLOCK], ids=len)
+def test_a_file_past_the_cache_has_the_same_bytes(tmp_path, head, size):
+    values = aligned(np.empty, (size,), np.float32, BLOCK)
+    values[:] = np.arange(size)
+    for array in (values, values[1:]):                      # the second is not aligned
+        assert write_past_cache(tmp_path / 'file', head, array) == len(head) + array.nbytes
+        assert (tmp_path / 'file').read_bytes() == head + array.tobytes()
+    assert os.listdir(tmp_path) == ['file']
+
+
+def test_blocks_are_written_by_direct_io_and_the_rest_through_the_cache(tmp_path, monkeypatch):
+    values = aligned(np.zeros, (BLOCK + 1,), np.float32, BLOCK)
+    calls, write = [], os.pwritev
+    monkeypatch.setattr(os, 'pwritev', lambda fd, parts, at: calls.append(sum(map(len, parts))) or write(fd, parts, at))
+    assert write_past_cache(tmp_path / 'file', b' ' * BLOCK, values) == 5 * BLOCK + 4
+    assert calls == [5 * BLOCK]
+
+
+@pytest.mark.parametrize('done', [0, BLOCK, 2 * BLOCK + 17])
+def test_after_a_part_of_the_blocks_the_rest_follows(tmp_path, monkeypatch, done):
+    values, head = np.arange(3 * BLOCK, dtype=np.uint8), b'h' * BLOCK
+
+    def pwritev(fd, parts, at):
+        if not done:
+            raise OSError(errno.EINVAL, 'no direct I/O')
+        return os.pwrite(fd, b''.join(map(bytes, parts))[:done], at)
+    monkeypatch.setattr(os, 'pwritev', pwritev)
+    monkeypatch.setattr(os, 'O_DIRECT', os.O_NONBLOCK)      # a flag that any file system takes
+    assert write_past_cache(tmp_path / 'file', head, values) == 4 * BLOCK
+    assert (tmp_path / 'file').read_bytes() == head + values.tobytes()
