@@ -24,7 +24,7 @@ from pyops.errors import printable
 from pyops.serve import metrics, openapi
 from pyops.serve.api import Limits, Refused, answer, check_size, parse
 from pyops.serve.batching import Batcher, Closed, Full
-from pyops.text.translator import Translator
+from pyops.text.translator import About
 
 GONE = 499              # nginx's status for a client that disconnected; it is logged and counted, nobody receives it
 _ENDING = 'the server is shutting down'
@@ -51,14 +51,12 @@ class Settings(NamedTuple):
 class Application:
     """The ASGI application of a translator.   log(...) writes the access log."""
 
-    def __init__(self, translator: Translator, batcher: Batcher, counters: metrics.Metrics, settings: Settings) -> None:
-        self.translator, self.batcher, self.metrics, self.settings = translator, batcher, counters, settings
-        state = translator.state or {}
-        self.model = {'kind': state.get('program', type(translator.model).__name__.lower()),
-                      'checkpoint': os.path.basename(translator.path or '')}
+    def __init__(self, about: About, batcher: Batcher, counters: metrics.Metrics, settings: Settings) -> None:
+        self.about, self.batcher, self.metrics, self.settings = about, batcher, counters, settings
+        self.model = {'kind': about.kind, 'checkpoint': os.path.basename(about.path or '')}
         self._start = time.monotonic()
         self._files = _page()
-        self._document = openapi.document(settings.limits, translator.num_steps, bool(settings.token))
+        self._document = openapi.document(settings.limits, about.num_steps, bool(settings.token))
         self._docs = openapi.page(self._document)
         routes = [Route('/translate', self.translate, methods=['POST']), Route('/health', self.health),
                   Route('/metrics', self.counters), Route('/openapi.json', self.openapi), Route('/docs', self.docs),
@@ -76,8 +74,8 @@ class Application:
         if request.headers.get('sec-fetch-site') == 'cross-site':
             raise Refused(403, 'sent by a page of another site; send it from a program or from the page of this server')
         limits = self.settings.limits
-        wanted = parse(await read_body(request, limits.body, self.settings.read_timeout), limits, self.translator.search)
-        check_size(wanted, self.translator.num_steps)
+        wanted = parse(await read_body(request, limits.body, self.settings.read_timeout), limits, self.about.search)
+        check_size(wanted, self.about.num_steps)
         request.scope['pyops.note'] = f'{len(wanted.texts)} text{"s" * (len(wanted.texts) != 1)}'
         try:
             ticket = self.batcher.submit(wanted.texts, wanted.search, wanted.alignments)

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from pyops.errors import Interrupted, UserError, printable, require
@@ -24,12 +25,12 @@ from pyops.flags import (
 )
 from pyops.inspect.choice import size
 from pyops.network import listen, url_of
+from pyops.text.flags import PROCESSES, add_processes_flag
 
 TOKEN = 'PYOPS_SERVE_TOKEN'
 _PACKAGES = 'starlette', 'uvicorn'
 _LARGEST_BODY = 1 << 30
 _SHORTEST = 0.05                # seconds of a time limit
-_PROCESSES = 4                  # without --processes, at most: each has a copy of the weights
 _OTHER_FILES = 64               # that the server may open besides its connections
 
 
@@ -42,9 +43,7 @@ def add_flags(parser: ArgumentParser) -> None:
                         help=f'clients must send the token in FILE, Authorization: Bearer TOKEN (default: ${TOKEN}, else none)')
     server.add_argument('--quiet', action='store_true', help='write no access log to standard error')
     add_threads_flag(parser, 'server')
-    server.add_argument('--processes', type=int_up_to(64), metavar='N',
-                        help='processes that translate, each with its part of the threads and its own copy of the weights; '
-                        f'1: the server itself (default: one for each thread, at most {_PROCESSES}; 1 on a GPU)')
+    add_processes_flag(server, 'the server itself', f'one for each thread, at most {PROCESSES}; 1 on a GPU')
     server.add_argument('-b', '--batch-size', type=int_up_to(4096), default=64, metavar='N',
                         help='texts per batch with a beam of up to 5; fewer with a larger one (default %(default)s)')
     server.add_argument('--wait', type=non_negative_float, default=2, metavar='MS',
@@ -94,25 +93,34 @@ def run(options: Namespace) -> int:
     allow_files(options.connections)
     listener = listen(options.host, options.port)
     with listener:
-        from pyops import backend, checkpoint, quantization
-        from pyops.serve.workers import Local, Start, processes
-        from pyops.text.translator import of_checkpoint
         use_device(options)
-        found = checkpoint.find(options.checkpoint, serving=True, parameters_only=True)
-        settings = found.state.get('settings', {}) if isinstance(found.state, dict) else {}
-        replaced = quantization.resolve(options, settings) | {'compute': options.compute}
-        translator = of_checkpoint(found, replaced)
-        for line in (*translator.warnings, translator.rounding):
+        about, workers, warnings = start_workers(options)
+        for line in (*warnings, about.rounding):
             if line:
                 print(line, file=sys.stderr)
         if not token and not _is_loopback(listener):
             print(f'warning: --host {printable(options.host)}: everybody who reaches this address can translate; '
                   f'give --token-file, or set {TOKEN}', file=sys.stderr)
-        on_host = backend.current_device().is_host
-        number = options.processes or (min(_PROCESSES, backend.threads()) if on_host else 1)
-        workers = ([Local(translator, options.threads)] if number == 1
-                   else processes(number, Start(found.path, replaced, options)))
-        return _serve(options, token, translator, workers, listener)
+        return _serve(options, token, about, workers, listener)
+
+
+def start_workers(options: Namespace) -> tuple[Any, list[Any], Sequence[str]]:
+    """Return the About of the translator, the workers, and warnings about the checkpoint.   UserError if it cannot be loaded"""
+    from pyops import checkpoint, quantization
+    from pyops.serve.workers import Local, Remote
+    from pyops.text.processes import Start, default_number, shares, start_processes
+    from pyops.text.translator import of_checkpoint
+    found = checkpoint.find(options.checkpoint, serving=True, parameters_only=True)
+    settings = found.state.get('settings', {}) if isinstance(found.state, dict) else {}
+    replaced = quantization.resolve(options, settings) | {'compute': options.compute}
+    number = options.processes or default_number()
+    if number == 1:
+        translator = of_checkpoint(found, replaced)
+        return translator.about, [Local(translator, options.threads)], found.warnings
+    # Only the processes have the weights.  The path: all load the same checkpoint of a folder
+    assert found.path is not None
+    processes = start_processes(Start.of(found.path, replaced, options), shares(number))
+    return processes[0].about, [Remote(process) for process in processes], found.warnings
 
 
 def read_token(path: str | None) -> str | None:
@@ -146,7 +154,7 @@ def _is_loopback(listener: Any) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].partition('%')[0]).is_loopback
 
 
-def _serve(options: Namespace, token: str | None, translator: Any, workers: Any, listener: Any) -> int:
+def _serve(options: Namespace, token: str | None, about: Any, workers: Any, listener: Any) -> int:
     from pyops.serve.api import Limits
     from pyops.serve.application import Application, Settings
     from pyops.serve.batching import Batcher
@@ -155,7 +163,7 @@ def _serve(options: Namespace, token: str | None, translator: Any, workers: Any,
     counters = Metrics()
     batcher = Batcher(workers, counters, options.batch_size, options.wait / 1e3, options.queue)
     limits = Limits(options.max_body, options.max_texts, options.max_chars)
-    application = Application(translator, batcher, counters,
+    application = Application(about, batcher, counters,
                               Settings(limits, options.timeout, options.read_timeout, token, options.quiet))
     timing = Timing(options.read_timeout, shutdown=options.timeout + options.read_timeout, connections=options.connections)
     server = Server(application, timing, application.unread)

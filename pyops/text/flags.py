@@ -36,6 +36,7 @@ BATCH_SIZE = 64                                                 # texts of a bat
 # keys and values of more rows do not fit in the cache.
 BATCH_ROWS = 320
 LENGTH_PENALTY = 1.0                                            # --length-penalty
+PROCESSES = 4                                                   # --processes, at most by default: each has the weights
 LARGEST_PENALTY = 100       # 1000 tokens to this power, the divisor of a score, are a finite float64
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
 NOTHING = 'none'                                                # --exclude
@@ -198,6 +199,13 @@ def serving_parser(program, docstring=None):
     add_quant_flags(p, 'as in the checkpoint')
     add_compute_flag(p)
     return p
+
+
+def add_processes_flag(group, one, default):
+    """--processes N.   one: which process translates with N = 1;  default: for --help"""
+    group.add_argument('--processes', type=int_up_to(64), metavar='N',
+                       help='processes that translate, each with its part of the threads and its own copy of the weights; '
+                       f'1: {one} (default: {default})')
 
 
 def averaging_parser(program, docstring=None):

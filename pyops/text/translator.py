@@ -79,6 +79,25 @@ class _Found(NamedTuple):
     outputs: list[tuple[np.ndarray, float | None]]
 
 
+class About(NamedTuple):
+    """What a program can say about a translator without its weights.
+
+    kind: 'seq2seq', 'transformer', ...;  path: of the checkpoint, None without one;  num_steps, rounding: as of Translator
+    """
+    kind: str
+    path: str | None
+    num_steps: int
+    rounding: str | None
+
+    def search(self, beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
+               max_len: int | None = None) -> Search:
+        """Return the settings of a search.   UserError if one is out of range, TypeError if one has another type"""
+        search = Search(self.num_steps if max_len is None else max_len, beam, nbest, length_penalty)
+        if search.max_len > self.num_steps:
+            raise UserError(f'max_len: expected 1 to {self.num_steps}, the length of sentences in training, got {max_len}')
+        return search
+
+
 def load(path: PathLike, quant: str | None = None, quant_layers: str | None = None, compute: str = 'float32') -> Translator:
     """Load a translator from a checkpoint, or from the best or newest one of a folder, onto the current device.
 
@@ -133,6 +152,7 @@ class Translator:
     path, state         of the checkpoint, None without one
     warnings            lines about other checkpoints in its folder that are damaged
     rounding            a line about the layers that round their operands (--quant), None without them
+    about               an About of it
     """
 
     def __init__(self, model: Any, source_vocabulary: Tokenizer, target_vocabulary: Tokenizer, path: str | None = None,
@@ -140,6 +160,8 @@ class Translator:
         self.model, self.source_vocabulary, self.target_vocabulary = model, source_vocabulary, target_vocabulary
         self.path, self.state, self.warnings, self.rounding = path, state, tuple(warnings), rounding
         self.num_steps: int = model.config.num_steps
+        kind = (state or {}).get('program', type(model).__name__.lower())
+        self.about = About(kind, path, self.num_steps, rounding)
         self._device = backend.current_device()
         self._decoders: dict[Any, list[Decode]] = {}
         self._models = [model]                              # each for one batch at the same time, with the same weights
@@ -295,10 +317,7 @@ class Translator:
     def search(self, beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
                max_len: int | None = None) -> Search:
         """Return the settings of a search.   UserError if one is out of range, TypeError if one has another type"""
-        search = Search(self.num_steps if max_len is None else max_len, beam, nbest, length_penalty)
-        if search.max_len > self.num_steps:
-            raise UserError(f'max_len: expected 1 to {self.num_steps}, the length of sentences in training, got {max_len}')
-        return search
+        return self.about.search(beam, nbest, length_penalty, max_len)
 
     @staticmethod
     def _words(vocabulary: Tokenizer, texts: Texts) -> list[list[str]]:

@@ -410,7 +410,7 @@ def _applications():
     counters = Metrics()
     batcher = Batcher([Local(model())], counters, 16, wait=0.0)
     settings = [Settings(limits=limits, token=token, quiet=True) for token in (None, 'token')]
-    return [Application(model(), batcher, counters, each) for each in settings]
+    return [Application(model().about, batcher, counters, each) for each in settings]
 
 
 def _run_request(data):

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from types import SimpleNamespace
 
 from conftest import ROOT, environment_without
+from pids import until  # noqa: F401  (tests of the server import it from here)
 from translation import TINY_TRANSFORMER
 
 import pyops
@@ -69,7 +69,7 @@ def running(translator=None, queue=1024, batch_size=64, timing=None, workers=Non
     counters = Metrics()
     translator = translator or model()
     batcher = Batcher(workers or [Local(translator)], counters, batch_size, capacity=queue)
-    application = Application(translator, batcher, counters, Settings(**{'quiet': True} | settings))
+    application = Application(translator.about, batcher, counters, Settings(**{'quiet': True} | settings))
     listener = listen('127.0.0.1', 0)
     server = Server(application, timing or Timing(shutdown=5), application.unread)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve_on(listener)))
@@ -119,14 +119,6 @@ def read_all(connection):
         while part := connection.recv(1 << 16):
             data += part
     return data
-
-
-def until(condition, seconds=30):
-    """Wait until condition() is true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, 'the condition did not come true'
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager
