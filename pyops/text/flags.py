@@ -37,6 +37,7 @@ BATCH_SIZE = 64                                                 # texts of a bat
 BATCH_ROWS = 320
 LENGTH_PENALTY = 1.0                                            # --length-penalty
 PROCESSES = 4                                                   # --processes, at most by default: each has the weights
+WORTH = 2.0         # seconds of translating a text for which other processes are started
 LARGEST_PENALTY = 100       # 1000 tokens to this power, the divisor of a score, are a finite float64
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
 NOTHING = 'none'                                                # --exclude
@@ -195,6 +196,8 @@ def serving_parser(program, docstring=None):
                        help='with --test: search for fra-eng and tatoeba-test only in DIR (default: $PYOPS_DATA, then ./data)')
     _add_search_flags(p, 'print')
     add_threads_flag(p, 'translation')
+    add_processes_flag(group, 'only this one', f'one for each thread, at most {PROCESSES}, for a text that takes more than '
+                       f'{WORTH:g} s; else, and on a GPU, 1')
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint')
     add_compute_flag(p)

@@ -42,7 +42,7 @@ def translate(args, program):
         output = Output(translator, args)
         output.write(args.sentence)
         return output.finish()
-    run(args, translator)
+    run(args, translator, start_of(args, translator))
 
 
 @contextlib.contextmanager
@@ -64,7 +64,8 @@ def serve(args, program):
         raise UserError('--save-tensors: -e 0 serves and runs no training step whose tensors could be saved')
     if args.checkpoint is None:
         raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
-    run(serving_parser(program).parse_args(['-c', '.', '--skip-bad']), open_translator(args, program))
+    translator = open_translator(args, program)
+    run(serving_parser(program).parse_args(['-c', '.', '--skip-bad']), translator, start_of(args, translator))
 
 
 def open_translator(args, program):
@@ -72,19 +73,30 @@ def open_translator(args, program):
 
     UserError if it belongs to another program.
     """
-    from pyops import checkpoint, quantization
+    from pyops import checkpoint
     from pyops.text.translator import of_checkpoint
     found = checkpoint.find(args.checkpoint, serving=True, parameters_only=True)
     checkpoint.check_program(found, program)
-    replaced = quantization.resolve(args, found.state['settings']) | {'compute': getattr(args, 'compute', None)}
-    translator = of_checkpoint(found, replaced)
+    translator = of_checkpoint(found, _replaced(args, found.state))
     if translator.rounding:
         print(translator.rounding, file=sys.stderr)
     return translator
 
 
-def run(args, translator):
-    """Translate --input or standard input, to its end; on a terminal, at a prompt."""
+def _replaced(args, state):
+    """Return the settings of a checkpoint that flags replace."""
+    from pyops import quantization
+    return quantization.resolve(args, state['settings']) | {'compute': getattr(args, 'compute', None)}
+
+
+def start_of(args, translator):
+    """Return the Start of other processes that translate like open_translator(args, ...)."""
+    from pyops.text.processes import Start
+    return Start.of(translator.path, _replaced(args, translator.state), args)
+
+
+def run(args, translator, start):
+    """Translate --input or standard input, to its end; on a terminal, at a prompt.   start: of other processes"""
     if args.input in (None, '-'):
         if sys.stdin is None:                                   # closed by the parent process
             return
@@ -93,7 +105,7 @@ def run(args, translator):
             from pyops.text.session import Session
             session = Session(translator, args)
             return serve_terminal(session.answer, session.commands, session.words)
-        return _translate_file(args, translator, sys.stdin.buffer, 'standard input')
+        return _translate_file(args, translator, start, sys.stdin.buffer, 'standard input')
     try:
         file = open(args.input, 'rb')
     except FileNotFoundError as error:
@@ -101,20 +113,34 @@ def run(args, translator):
     except OSError as error:
         raise UserError(f'{args.input}: cannot be read ({error.strerror or error}); give another text') from error
     with file:
-        _translate_file(args, translator, file, args.input)
+        _translate_file(args, translator, start, file, args.input)
 
 
-def _translate_file(args, translator, file, name):
-    from pyops.text.translator import WINDOW, texts_per_batch
+def _translate_file(args, translator, start, file, name):
     from pyops.training import Progress
     output = Output(translator, args)
-    with contextlib.nullcontext() if sys.stderr.isatty() and sys.stdout.isatty() else Progress(
-            None, 'lines', label='translated ', file=sys.stderr, after=2.0, every=5.0) as progress:
-        for window in read_windows(file, name, WINDOW * texts_per_batch(args.batch_size, args.beam), args.skip_bad):
-            if progress and output.number:
-                progress.update(output.number)
-            output.write(window)
+    with divided(args, translator, start, output) as work, \
+            contextlib.nullcontext() if sys.stderr.isatty() and sys.stdout.isatty() else Progress(
+                None, 'lines', label='translated ', file=sys.stderr, after=2.0, every=5.0) as progress:
+        def windows():
+            for window in read_windows(file, name, work.window, args.skip_bad):
+                if progress and output.number:
+                    progress.update(output.number)
+                yield window
+        work.run(windows())
     output.finish()
+
+
+def divided(args, translator, start, output, task=None):
+    """Return the Divided that prints to an Output, in as many processes as the flags of a serving_parser ask.
+
+    task: in place of `printed`
+    """
+    from pyops.text.divided import Divided
+    from pyops.text.processes import default_number
+    from pyops.text.translator import texts_per_batch
+    return Divided(translator, task or printed, (args,), output.print, texts_per_batch(args.batch_size, args.beam), start,
+                   args.processes or default_number(), at_once=args.processes is not None)
 
 
 def _opened(path):
@@ -134,8 +160,9 @@ def _opened(path):
 def read_windows(file, name, most, skip_bad=False):
     """Yield lists of at most `most` lines of a buffered binary file in UTF-8, which may be compressed with gzip.
 
-    A list has as many lines as can be read without waiting, at least one.  So a pipe is answered line by line as long as its
-    writer waits for the answers; a file is read in lists of `most` lines, fewer if they have more than _WINDOW characters.
+    A list has as many lines as can be read without waiting.  So a pipe is answered line by line as long as its writer waits for
+    the answers; a file is read in lists of `most` lines, fewer if they have more than _WINDOW characters.  An empty list comes
+    before a read that may wait for the writer, and before an error: then print what you have.
     A byte order mark and line ends are removed.  Raises UserError for a line that is not UTF-8 or longer than _LONGEST bytes,
     after the lines before it; with skip_bad, it becomes '' after a warning on standard error.
     """
@@ -148,9 +175,12 @@ def read_windows(file, name, most, skip_bad=False):
             if window and (line is None or len(window) == most or size > _WINDOW):
                 yield window
                 window, size = [], 0
+            if line is None:
+                yield []
     except UserError:
         if window:
             yield window
+        yield []
         raise
     if window:
         yield window
@@ -236,26 +266,36 @@ def _waiting(file):
     return lambda size: not poll.poll(_PAUSE if size >= _BLOCK else 0)
 
 
+def printed(translator, texts, numbers, args):
+    """Translate texts as the flags of a serving_parser ask.  Return for each its output, lines joined by line ends, and the end
+    of a warning if it is too long, else None.   numbers: of the texts, from 0"""
+    results = translator.translations(
+        texts, args.beam, args.nbest, args.length_penalty, args.max_len, args.batch_size, alignments=args.alignments,
+        scores=args.scores or args.json or args.nbest > 1)
+    return [('\n'.join([as_json(text, found)] if args.json else lines(found, args, number)),
+             found[0].too_long(text) if found[0].cut else None)
+            for text, number, found in zip(texts, numbers, results, strict=True)]
+
+
 class Output:
-    """Translates texts and prints them as the flags of a serving_parser ask.   number: the texts so far"""
+    """Prints translations as the flags of a serving_parser ask.   number: the texts so far"""
 
     def __init__(self, translator, args):
         self._translator, self._args, self.number, self._long = translator, args, 0, 0
 
     def write(self, texts):
-        """Translate texts and print the lines for them."""
-        args = self._args
-        results = self._translator.translations(
-            texts, args.beam, args.nbest, args.length_penalty, args.max_len, args.batch_size, alignments=args.alignments,
-            scores=args.scores or args.json or args.nbest > 1)
-        for text, found in zip(texts, results, strict=True):
-            for line in [as_json(text, found)] if args.json else lines(found, args, self.number):
-                print(line)
+        """Translate texts and print them."""
+        self.print(printed(self._translator, texts, range(self.number, self.number + len(texts)), self._args))
+
+    def print(self, results):
+        """Print results of `printed`."""
+        for text, too_long in results:
+            print(text)
             self.number += 1
-            if found[0].cut:
+            if too_long:
                 self._long += 1
                 if self._long <= _WARNINGS:
-                    print(f'warning: line {self.number}: {found[0].too_long(text)}', file=sys.stderr, flush=True)
+                    print(f'warning: line {self.number}: {too_long}', file=sys.stderr, flush=True)
         sys.stdout.flush()
 
     def finish(self):

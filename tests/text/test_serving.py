@@ -12,6 +12,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from conftest import ROOT
+from pids import children, has_ended, until
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER
 
 import pyops
@@ -99,7 +100,8 @@ def test_a_line_that_is_not_utf8_is_an_error_with_its_number_after_the_lines_bef
 
 
 def windows(data, most, **flags):
-    return list(serving.read_windows(io.BufferedReader(io.BytesIO(data)), 'name', most, **flags))
+    """The windows that have lines."""
+    return list(filter(None, serving.read_windows(io.BufferedReader(io.BytesIO(data)), 'name', most, **flags)))
 
 
 def test_windows_of_a_file_are_full_and_those_of_a_pipe_have_the_lines_that_are_there(tmp_path, monkeypatch):
@@ -114,11 +116,17 @@ def test_windows_of_a_file_are_full_and_those_of_a_pipe_have_the_lines_that_are_
     reader, writer = os.pipe()
     with open(reader, 'rb') as file, open(writer, 'wb', buffering=0) as pipe:
         found = serving.read_windows(file, 'name', 4)
-        for sent, read in ((b'a\nb', ['a']), (b'c\nd\n', ['bc', 'd']), (b'\n', ['']), (data, want[0])):
+        for sent, read in ((b'a\nb', ['a']), (b'c\nd\n', ['bc', 'd']), (b'\n', [''])):
             pipe.write(sent)
-            assert next(found) == read
+            assert next(found) == read and next(found) == []        # the next read may wait
+        pipe.write(data)
+        assert next(found) == want[0]
         pipe.close()
         assert list(found) == want[1:]
+    found = serving.read_windows(io.BufferedReader(io.BytesIO(b'a\n\xe9\n')), 'name', 4)
+    assert next(found) == ['a'] and next(found) == []               # before the error
+    with pytest.raises(UserError, match='^name: line 2: not UTF-8'):
+        next(found)
 
 
 def test_a_writer_that_sends_blocks_fills_windows(monkeypatch):
@@ -140,7 +148,7 @@ def test_a_writer_that_sends_blocks_fills_windows(monkeypatch):
     with open(reader, 'rb') as file, open(writer, 'wb', buffering=0) as pipe:
         found = serving.read_windows(file, 'name', 100)
         pipe.write(b'b\n')
-        assert next(found) == ['b'] and waits == [0]
+        assert next(found) == ['b'] and next(found) == [] and waits == [0]
         pipe.write(b'a' * 4999 + b'\n')
         assert next(found) == ['a' * 4999] * 3 and waits == [0, serving._PAUSE, serving._PAUSE, serving._PAUSE]
 
@@ -264,29 +272,57 @@ def test_a_length_above_that_of_training_is_refused_by_the_name_of_its_flag(tran
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
+def test_two_processes_print_the_lines_of_one(folder, translate):
+    """Blank lines, lines that are too long, lines that are not UTF-8; columns with line numbers, scores and alignments."""
+    texts = [text.encode() for text, _ in embedded.pairs()[:120:2]]
+    texts[5:5] = [b'', b'  ', b'a b c d e f g h i j', b'caf\xe9', b'qwerty']
+    data = b'\n'.join(texts)
+    flags = '--skip-bad', '--nbest', '2', '--beam', '2', '--alignments', '-b', '8'
+    want = translate(*flags, '--processes', '1', data=data)
+    assert translate(*flags, '--processes', '2', data=data) == want and len(want[0]) > 120
+    assert sum('warning: ' in line for line in want[1].splitlines()) == 2
+
+
+def test_a_bad_line_is_an_error_after_the_lines_before_it_in_any_process(folder, translate, capsys):
+    data = b'Go now.\n' * 30 + b'caf\xe9\nI sleep.\n'
+    with pytest.raises(UserError, match='^standard input: line 31: not UTF-8'):
+        translate('-b', '2', '--processes', '2', data=data)
+    assert capsys.readouterr().out.splitlines() == pyops.load(folder).translate(['Go now.'] * 30)
+
+
 def start(folder, *flags, **streams):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(('PYOPS_', 'PYTHON'))}
+    streams = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE} | streams
     return subprocess.Popen([sys.executable, '-m', 'transformer.translate', '-c', folder, *flags], cwd=ROOT, env=environment,
-                            **({'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE} | streams))
+                            process_group=0, **streams)
 
 
-def test_each_line_is_answered_before_the_next_one_is_sent_and_ctrl_c_ends_with_status_130(folder):
+@pytest.mark.parametrize('number', [1, 2])
+def test_each_line_is_answered_before_the_next_one_is_sent_and_ctrl_c_ends_with_status_130(number, folder):
     want = pyops.load(folder).translate(TEXTS)
-    with start(folder) as child:
+    with start(folder, *['--processes', '2'] * (number - 1)) as child:
         for text, answer in zip(TEXTS, want, strict=True):
             child.stdin.write(f'{text}\n'.encode())
             child.stdin.flush()
             assert child.stdout.readline().decode() == f'{answer}\n'
-        child.send_signal(signal.SIGINT)
+        others = children(child.pid)
+        assert len(others) == number - 1
+        os.killpg(child.pid, signal.SIGINT)                     # as a terminal does
         assert child.wait(60) == 130 and child.stderr.read() == b'' == child.stdout.read()
+        until(lambda: all(map(has_ended, others)))
 
 
-def test_a_reader_that_leaves_after_a_line_ends_it_quietly(folder, tmp_path):
+@pytest.mark.parametrize('number', [1, 2])
+def test_a_reader_that_leaves_after_a_line_ends_it_quietly(number, folder, tmp_path):
     (tmp_path / 'in.txt').write_text('They are very tired.\n' * 8000)
-    with start(folder, '-i', str(tmp_path / 'in.txt'), '-b', '16', '--beam', '1', stdin=subprocess.DEVNULL) as child:
+    flags = '-i', str(tmp_path / 'in.txt'), '-b', '16', '--beam', '1', '--processes', str(number)
+    with start(folder, *flags, stdin=subprocess.DEVNULL) as child:
         assert child.stdout.readline().endswith(b'\n')
+        others = children(child.pid)
+        assert len(others) == number - 1
         child.stdout.close()
         assert child.wait(120) == 141 and child.stderr.read() == b''
+        until(lambda: all(map(has_ended, others)))
 
 
 def test_a_long_input_is_read_while_it_is_translated_and_progress_is_printed_on_standard_error(folder, monkeypatch, capsys):
@@ -296,7 +332,7 @@ def test_a_long_input_is_read_while_it_is_translated_and_progress_is_printed_on_
 
     monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BufferedReader(io.BytesIO(b'Go now.\n' * 320))))
     capsys.readouterr()
-    transformer_translate.main(['-c', folder, '--beam', '1', '-b', '2'])
+    transformer_translate.main(['-c', folder, '--beam', '1', '-b', '2', '--processes', '1'])
     out, error = capsys.readouterr()
     assert out.splitlines() == pyops.load(folder).translate(['Go now.'] * 320, beam=1)
     assert all(line.startswith('translated [') and line.endswith(' lines/s)') for line in error.splitlines())
