@@ -5,9 +5,10 @@
 
 The sentences are sources of the corpus in random order, repeated if there are too few.  Each contestant is a process that reads
 a file, and writes a line for each of its lines.  They take turns: a turn is a window, the lines that pyops.load(CKPT).translate
-reads ahead and sorts by length.  Ours are this function, and the program transformer.translate without its start.  CTranslate2
-gets a whole window, sorts it, and uses the fastest of several batch sizes, and of --threads threads for one batch or one thread
-each for --threads batches.  All split words with our tokenizer.
+reads ahead and sorts by length.  Ours are this function, in one process, and the program transformer.translate in --processes
+processes, without their start.  CTranslate2 gets a whole window, sorts it, and uses the fastest of several batch sizes, and of
+--threads threads for one batch or one thread each for --threads batches.  All split words with our tokenizer.  CPU seconds and
+memory are sums over the processes of a contestant; memory that several share, such as libraries, counts for each.
 
 Checked: the number of lines; equal lines have equal translations; a sample has the same translations line by line.  The exit
 status is 1 if a check fails.
@@ -31,10 +32,12 @@ import numpy as np
 
 from bench import results
 from bench.contest import NAMES, Contestant, require
+from bench.worker import peak_mib
 from pyops import COMPUTE_TYPES
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, int_up_to, positive_int
-from pyops.text.flags import BATCH_ROWS, LARGEST_BEAM
+from pyops.text import decoding, serving
+from pyops.text.flags import BATCH_ROWS, LARGEST_BEAM, PROCESSES, serving_parser
 
 PROGRAM = 'bench.files'
 FEW = 1000              # lines after which the peak memory is read, and on which CTranslate2 tries its settings
@@ -53,6 +56,8 @@ def parse(argv):
     p.add_argument('--compute', nargs='+', choices=COMPUTE_TYPES, default=['float32'], help='(default float32)')
     p.add_argument('--no-ctranslate2', action='store_true', help='ours alone')
     p.add_argument('--threads', type=positive_int, metavar='N', help='for every contestant (default: all cores)')
+    p.add_argument('--processes', type=int_up_to(64), metavar='N',
+                   help=f'of transformer.translate (default: one for each thread, at most {PROCESSES})')
     p.add_argument('-f', '--corpus', metavar='FILE', help='sentence pairs (default: fra-eng if found, else embedded)')
     p.add_argument('--data-dir', metavar='DIR', help='where to look for the data (default $PYOPS_DATA, then ./data)')
     p.add_argument('--json', action='store_true', help='print one JSON object and nothing else')
@@ -74,22 +79,29 @@ def translate(folder, kind, threads=1):
 
     A turn from line 0 begins a new pass over the file; others continue it.   batch: sentences, 0 for the default
     """
-    from pyops.text import decoding
     who, _, compute = kind.partition('/')
     decoding.REPEATS = sys.maxsize          # CTranslate2 does not cut a repetition
     path = (folder / 'checkpoint').read_text()
-    stream = {'ours': _ours, 'command': _command, 'ct2': _CTranslate2}[who](folder, path, compute, threads)
+    stream = {'ours': _ours, 'command': _Command, 'ct2': _CTranslate2}[who](folder, path, compute, threads)
     outputs = iter(())
 
     def turn(file, lines, beam, batch, workers, first, last):
         nonlocal outputs
-        start, name = time.process_time(), FILES[file]
+        name = FILES[file]
         if first == 0:
             outputs = stream(_lines(folder / f'{name}.txt', lines), beam, batch, workers)
+        pids = getattr(stream, 'pids', [])
+        start = _cpu_seconds(pids)
         with open(output_of(folder, kind, beam, name), 'a' if first else 'w', encoding='utf-8') as written:
             count = sum(bool(written.write(line + '\n')) for line in itertools.islice(outputs, last - first))
-        return dict(lines=count, cpu=time.process_time() - start)
+        return dict(lines=count, cpu=_cpu_seconds(pids) - start, peak_mib=round(sum(map(peak_mib, ['self', *pids])), 1))
     return turn, lambda told: told
+
+
+def _cpu_seconds(pids):
+    """Return the CPU seconds of this process and of others."""
+    ticks = [Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13] for pid in pids]      # utime, stime
+    return time.process_time() + sum(int(user) + int(system) for user, system in ticks) / os.sysconf('SC_CLK_TCK')
 
 
 def _lines(path, count):
@@ -110,21 +122,43 @@ def _ours(folder, path, compute, threads):
     return lambda lines, beam, batch, workers: model.translate(lines, beam, batch_size=batch or None)
 
 
-def _command(folder, path, compute, threads):
-    """As transformer.translate: each window is a file."""
-    from pyops.text import serving
-    from pyops.text.flags import serving_parser
-    parser, file = serving_parser('transformer.translate'), folder / f'window-{compute}.txt'
-    translator = serving.open_translator(parser.parse_args(['-c', path, '--compute', compute]), 'transformer')
+class _Command:
+    """As transformer.translate: each window is a file.  Its processes run until other settings or the end of this one."""
 
-    def stream(lines, beam, batch, workers):
-        flags = ['-c', path, '-i', str(file), '--beam', str(beam), *(['-b', str(batch)] if batch else [])]
+    def __init__(self, folder, path, compute, threads):
+        self.file, self.flags = folder / f'window-{compute}.txt', ['-c', path, '--compute', compute]
+        self.parser = serving_parser('transformer.translate')
+        args = self.parser.parse_args(self.flags)
+        self.translator = serving.open_translator(args, 'transformer')
+        self.start, self.settings, self.work = serving.start_of(args, self.translator), None, contextlib.ExitStack()
+
+    def __call__(self, lines, beam, batch, workers):
+        if (beam, batch, workers) != self.settings:
+            self.work.__exit__(None, None, None)
+            flags = ['--beam', str(beam), '--processes', str(workers), *(['-b', str(batch)] if batch else [])]
+            args = self.parser.parse_args([*self.flags, *flags])
+            self.settings = beam, batch, workers
+            self.work = serving.divided(args, self.translator, self.start, serving.Output(self.translator, args), uncut)
+            self.work.start()
+        return self._translated(lines, beam)
+
+    @property
+    def pids(self):
+        return self.work.pids
+
+    def _translated(self, lines, beam):
         while some := list(itertools.islice(lines, window_of(beam))):
-            file.write_text(''.join(f'{line}\n' for line in some), encoding='utf-8')
+            self.file.write_text(''.join(f'{line}\n' for line in some), encoding='utf-8')
             with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
-                serving.run(parser.parse_args(flags), translator)
+                with open(self.file, 'rb') as file:
+                    self.work.run(serving.read_windows(file, self.file.name, self.work.window))
             yield from out.getvalue().split('\n')[:-1]
-    return stream
+
+
+def uncut(*arguments):
+    """serving.printed, without the end of repetitions; in any process."""
+    decoding.REPEATS = sys.maxsize
+    return serving.printed(*arguments)
 
 
 class _CTranslate2:
@@ -177,11 +211,11 @@ def write_files(args, folder):
     return lines, references, sample, about
 
 
-def settings_of(worker, kind, beam, lines, threads):
+def settings_of(worker, kind, beam, lines, threads, processes):
     """Return the fastest batch size and number of batches at the same time, for CTranslate2; ours has defaults."""
     if kind.startswith(OURS):
         from pyops.text.translator import WORKERS
-        return 0, min(threads, WORKERS)
+        return 0, processes if kind.startswith('command') else min(threads, WORKERS)
     few, tried = min(FEW, lines), {}
     for workers in sorted({1, threads}):
         for batch in (max(1, rows // beam) for rows in ROWS):
@@ -190,12 +224,12 @@ def settings_of(worker, kind, beam, lines, threads):
     return min(tried, key=tried.get)
 
 
-def measure(workers, beam, lines, threads):
+def measure(workers, beam, lines, threads, processes):
     """Return {kind: figures} of the whole file with a beam."""
     few, turns = min(FEW, lines), {kind: [] for kind in workers}
     figures = {}
     for kind, worker in workers.items():
-        batch, parallel = settings_of(worker, kind, beam, lines, threads)
+        batch, parallel = settings_of(worker, kind, beam, lines, threads, processes)
         told = worker.turn(FILES.index('few'), few, beam, batch, parallel, 0, few)
         figures[kind] = {'batch': batch or BATCH_ROWS // beam, 'workers': parallel, 'peak_mib_few': told['peak_mib']}
     window = window_of(beam)
@@ -242,7 +276,7 @@ def contest(args, kinds, threads):
         workers = {kind: stack.enter_context(Contestant('files', 'translate', kind, folder, threads)) for kind in kinds}
         figures, wrong = {}, []
         for beam in args.beam:
-            figures[beam] = measure(workers, beam, len(lines), threads)
+            figures[beam] = measure(workers, beam, len(lines), threads, args.processes or min(threads, PROCESSES))
             for kind, worker in workers.items():
                 found, problems = check(folder, kind, beam, lines, sample, worker)
                 wrong += problems

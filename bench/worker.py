@@ -13,11 +13,11 @@ from pathlib import Path
 from bench.contest import BF16, RECOMPUTE, use_cores
 
 
-def peak_mib():
-    """Return the peak memory of this process in MiB.  Linux includes the peak of the parent process in ru_maxrss, which is used
-    only if there is no /proc."""
+def peak_mib(pid='self'):
+    """Return the peak memory of a process in MiB, of this one by default.  Linux includes the peak of the parent process in
+    ru_maxrss, which is used only if there is no /proc."""
     with contextlib.suppress(OSError):
-        for line in Path('/proc/self/status').read_text().splitlines():
+        for line in Path(f'/proc/{pid}/status').read_text().splitlines():
             if line.startswith('VmHWM:'):
                 return int(line.split()[1]) / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

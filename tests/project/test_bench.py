@@ -594,10 +594,12 @@ def test_ctranslate2_translates_a_file_as_we_do(capsys):
     for package in ('ctranslate2', 'sacrebleu'):
         pytest.importorskip(package, reason=f'{package} is not installed: pip install {package}')
     from server import checkpoint
-    flags = [checkpoint(), '-f', 'embedded', '--sentences', '40', '--beam', '1', '--threads', '1']
+    flags = [checkpoint(), '-f', 'embedded', '--sentences', '40', '--beam', '1', '--threads', '1', '--processes', '2']
     assert bench_files.main([*flags, '--json']) == 0
     figures = json.loads(capsys.readouterr().out)['beams']['1']
-    assert figures['ours/float32']['bleu'] == figures['ct2/float32']['bleu'] > 0
+    ours, program, peer = (figures[f'{who}/float32'] for who in ('ours', 'command', 'ct2'))
+    assert ours['bleu'] == program['bleu'] == peer['bleu'] > 0
+    assert program['workers'] == 2 and program['peak_mib_few'] > 1.5 * ours['peak_mib_few']      # of both processes
     bench_files.print_table(1, figures, 40)
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.startswith('beam 1') and [row.split()[0] for row in rows] == ['pyops', 'translate', 'CTranslate2']
