@@ -128,6 +128,17 @@ class Row(NamedTuple):
         return cls(name, got.shape, tuple(map(int, at)), float(got[at]), float(want[at]), float(error),
                    bool(error <= tolerance))
 
+    @classmethod
+    def within(cls, name, got, want, atol, rtol):
+        """Return the row of the element that exceeds atol + rtol |want| by most, PyTorch's rule."""
+        row = cls.of(name, got, want, math.inf)
+        if not got.size:
+            return row
+        distance, allowed = np.where(np.isfinite(got), np.abs(got - want), np.inf), atol + rtol * np.abs(want)
+        at = np.unravel_index((distance - allowed).argmax(), distance.shape)
+        return row._replace(at=tuple(map(int, at)), got=float(got[at]), want=float(want[at]),
+                            ok=bool((distance <= allowed).all()))
+
 
 class Report:
     """The rows of a check.  True if all rows are ok; str() returns a table, as_json() a dict of JSON values."""
@@ -151,8 +162,10 @@ class Report:
 
     def __str__(self):
         lines = [self.HEADINGS]
+        limit = ' + '.join(f'{n:g}{of}' for n, of in zip(self.tolerance, ('', ' of the element'), strict=True)) \
+            if isinstance(self.tolerance, tuple) else f'{self.tolerance:g}'
         lines += [(row.name, str(row.shape), str(list(row.at)), f'{row.got:.6g}', f'{row.want:.6g}', f'{row.error:.1e}',
-                   'ok' if row.ok else f'WRONG: above {self.tolerance:g}') for row in self.rows]
+                   'ok' if row.ok else f'WRONG: above {limit}') for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return '\n'.join('  '.join(cell.ljust(width) if i in (0, 1, 2, 6) else cell.rjust(width)
                                    for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
@@ -163,25 +176,38 @@ def _finite(value):
     return value if math.isfinite(value) else None
 
 
-def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
+def gradcheck(f, inputs, tolerance=None, float32=False, seed=0, *, eps=None, atol=None, rtol=None, raise_exception=False):
     """Compare the outputs of f with f in float64, and the gradients of its inputs with central differences.  Return a Report.
 
     f           a function of Tensors that returns a Tensor or a tuple of Tensors
     inputs      its arguments: Tensors, arrays of floats or numbers, or a dict of these by name.  int32 arrays are constants.
     tolerance   the largest error of an element, relative to the largest element of its array; 2e-5 suits a few ops in sequence
     float32     take the differences of f in float32 with a large step, to 1e-3: for an f that computes gradients itself
+    eps         the step of the differences; None: 1e-5, with float32 2e-2 and more
+    atol, rtol  if one is given: an element may differ by atol + rtol times its size, PyTorch's rule, in place of tolerance; the
+                other is then 1e-5 or 1e-3
+    raise_exception     raise a RuntimeError with the table of the Report if a row is wrong
 
     The upstream gradient is random: with all ones, the gradient of a softmax is 0 and tests nothing.  If f has a kink, such as
     ReLU at 0, the differences of an input within 1e-5 of the kink (float32: 4e-2) are invalid.
     """
     named = dict(inputs) if isinstance(inputs, dict) else {f'input {i}': x for i, x in enumerate(_sequence(inputs))}
     tensors = {name: x.detach() if isinstance(x, Tensor) else Tensor(x) for name, x in named.items()}
+    if tolerance is None:
+        tolerance = FLOAT32_TOLERANCE if float32 else TOLERANCE
+    if (atol, rtol) != (None, None):
+        tolerance = 1e-5 if atol is None else atol, 1e-3 if rtol is None else rtol
+    evaluate = _own_values(f) if float32 else _float64_values(f)
+    return _report(f, tensors, evaluate, tolerance, seed, eps, float32, raise_exception)
+
+
+def _report(f, tensors, evaluate, tolerance, seed, eps, float32, raise_exception):
+    """Return the Report of f for {name: Tensor}.   evaluate: {name: numpy array} -> the outputs as float64 arrays
+    tolerance: one number, or the pair atol and rtol"""
     tensors = {name: Tensor(x.array, requires_grad=x.dtype.kind == 'f') for name, x in tensors.items()}
     leaves = {name: x for name, x in tensors.items() if x.requires_grad}
     if not leaves:
         raise ValueError('gradcheck: expected at least one input of floats, got none')
-    if tolerance is None:
-        tolerance = FLOAT32_TOLERANCE if float32 else TOLERANCE
 
     ys = _outputs(f(*tensors.values()))
     rng = generator(seed, 'upstream gradient')      # independent of the streams of the inputs
@@ -191,20 +217,95 @@ def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
     counted = [(y, Tensor(dy, dtype=y.dtype)) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
     gradients = autograd.grad([y for y, _ in counted], leaves.values(), [dy for _, dy in counted], allow_unused=True)
 
-    evaluate = _float32_values(f) if float32 else _float64_values(f)
     values = {name: x.numpy().astype(np.float64) if name in leaves and not float32 else x.numpy().copy()
               for name, x in tensors.items()}
+    make = functools.partial(Row.within, atol=tolerance[0], rtol=tolerance[1]) if isinstance(tolerance, tuple) else \
+        functools.partial(Row.of, tolerance=tolerance)
     rows = []
     for i, (y, want) in enumerate(zip(ys, evaluate(values), strict=True)):
-        rows.append(Row.of(f'y{i}' if len(ys) > 1 else 'y', y.numpy(), want, tolerance))
+        rows.append(make(f'y{i}' if len(ys) > 1 else 'y', y.numpy(), want))
 
     def loss():
         return sum((y * dy).sum() for y, dy in zip(evaluate(values), dys, strict=True))
 
     for (name, x), gradient in zip(leaves.items(), gradients, strict=True):
         got = np.zeros(x.shape) if gradient is None else gradient.numpy()
-        rows.append(Row.of(f'd {name}', got, central_differences(loss, values[name], float32), tolerance))
-    return Report(rows, tolerance)
+        rows.append(make(f'd {name}', got, central_differences(loss, values[name], float32, eps)))
+    report = Report(rows, tolerance)
+    if raise_exception and not report:
+        raise RuntimeError(f'gradcheck: a gradient differs from central differences\n{report}')
+    return report
+
+
+# ---- PyTorch's functions, in pyops.autograd ------------------------------------------------------------------------------
+
+# options of PyTorch's checks without effect here
+_IGNORED = frozenset(('nondet_tol check_undefined_grad check_grad_dtypes check_batched_grad check_batched_forward_grad '
+                      'check_forward_ad check_backward_ad check_fwd_over_rev check_rev_over_rev fast_mode masked '
+                      'gen_non_contig_grad_outputs').split())
+
+
+def torch_gradcheck(func, inputs, *, eps=1e-6, atol=1e-5, rtol=1e-3, raise_exception=True, float32=False, **options):
+    """Return whether the gradients of func agree with central differences: torch.autograd.gradcheck.
+
+    inputs      the arguments of func: a Tensor or several; those that require a gradient are checked, others passed on
+    eps         the step of the differences
+    atol, rtol  an element may differ by atol + rtol times its size
+    raise_exception     False: return False for a wrong gradient; else it is a RuntimeError
+    float32     as in pyops.gradcheck
+
+    The differences of float64 inputs are those of func itself, of float32 inputs those of its formula in float64.  The other
+    options of PyTorch have no effect: func has one random upstream gradient.  ValueError if no input requires a gradient.
+    """
+    _check_options('gradcheck', options)
+    given = _sequence(inputs)
+    at = [i for i, x in enumerate(given) if isinstance(x, Tensor) and x.requires_grad]
+    if not at:
+        raise ValueError('gradcheck: expected a Tensor that requires a gradient among the inputs, got none')
+    kept = [i for i, y in enumerate(_outputs(func(*given))) if isinstance(y, Tensor) and y.requires_grad]
+
+    def f(*checked):
+        args = dict(enumerate(given)) | dict(zip(at, checked, strict=True))
+        ys = _outputs(func(*args.values()))
+        return tuple(ys[i] for i in kept)
+    if not kept:
+        raise RuntimeError('gradcheck: what func gives depends on no input that requires a gradient')
+    is_double = all(given[i].dtype == np.float64 for i in at)
+    evaluate = _own_values(f) if is_double or float32 else _float64_values(f)
+    return bool(_report(f, {f'input {i}': given[i].detach() for i in at}, evaluate, (atol, rtol), 0, None if float32 else eps,
+                        float32, raise_exception))
+
+
+def torch_gradgradcheck(func, inputs, grad_outputs=None, *, eps=1e-6, atol=1e-5, rtol=1e-3, raise_exception=True, **options):
+    """Return whether the second derivatives of func agree with differences of its gradients: torch.autograd.gradgradcheck.
+
+    grad_outputs    the upstream gradients of the results that require one; None: random ones.  Otherwise as gradcheck; for
+    inputs of float32 the differences have a large step, and atol and rtol are at least 1e-3.
+    """
+    _check_options('gradgradcheck', options)
+    given = _sequence(inputs)
+    ys = [y for y in _outputs(func(*given)) if isinstance(y, Tensor) and y.requires_grad]
+    if grad_outputs is None:
+        rng = generator(0, 'upstream gradient')
+        grad_outputs = [Tensor(rng.standard_normal(y.shape), requires_grad=True, dtype=y.dtype) for y in ys]
+
+    def first(*args):
+        xs, dys = args[:len(given)], args[len(given):]
+        ys = [y for y in _outputs(func(*xs)) if isinstance(y, Tensor) and y.requires_grad]
+        found = autograd.grad(ys, [x for x in xs if isinstance(x, Tensor) and x.requires_grad], dys, create_graph=True,
+                              allow_unused=True)
+        return tuple(one for one in found if one is not None)
+    float32 = any(isinstance(x, Tensor) and x.dtype == np.float32 for x in given)
+    atol, rtol = (max(FLOAT32_TOLERANCE, one) if float32 else one for one in (atol, rtol))
+    return torch_gradcheck(first, (*given, *_sequence(grad_outputs)), eps=eps, atol=atol, rtol=rtol,
+                           raise_exception=raise_exception, float32=float32)
+
+
+def _check_options(who, options):
+    unknown = sorted(options.keys() - _IGNORED)
+    if unknown:
+        raise TypeError(f'{who}: {", ".join(unknown)}: no such option, expected eps, atol, rtol, raise_exception or one of '
+                        f'{", ".join(sorted(_IGNORED))}')
 
 
 def _sequence(inputs):
@@ -223,17 +324,18 @@ def _float64_values(f):
     return evaluate
 
 
-def _float32_values(f):
+def _own_values(f):
+    """Return evaluate(values) that runs f itself, in the dtype of the values."""
     def evaluate(values):
-        ys = _outputs(f(*(Tensor(value, requires_grad=value.dtype == np.float32) for value in values.values())))
+        ys = _outputs(f(*(Tensor(value, value.dtype.kind == 'f', dtype=value.dtype) for value in values.values())))
         return [y.numpy().astype(np.float64) for y in ys]
     return evaluate
 
 
-def central_differences(loss, value, float32=False):
+def central_differences(loss, value, float32=False, eps=None):
     """Return the gradient of loss() with respect to the array `value`, which loss reads, by changing one element at a time.
 
-    float32: for a loss computed in float32, use four points and a large step.
+    float32: for a loss computed in float32, use four points and a large step.  eps: the step, None: one that suits the dtype
     """
     result = np.zeros(value.shape)
     for at in np.ndindex(value.shape):
@@ -248,10 +350,10 @@ def central_differences(loss, value, float32=False):
             return (above - below) / (high - low)
 
         if float32:
-            step = FLOAT32_STEP * max(1.0, abs(float(kept)))
+            step = eps or FLOAT32_STEP * max(1.0, abs(float(kept)))
             result[at] = (4 * rise(step) - rise(2 * step)) / 3
         else:
-            result[at] = rise(STEP)
+            result[at] = rise(eps or STEP)
         value[at] = kept
     return result
 

@@ -7,6 +7,9 @@
     function.py     Function: an operation with a gradient of its own
     functional.py   Jacobians and Hessians
 """
+import importlib
+from typing import Any
+
 from pyops.autograd import functional
 from pyops.autograd.function import Function
 from pyops.autograd.gradients import backward, grad
@@ -24,3 +27,10 @@ from pyops.autograd.tensor import Tensor
 
 __all__ = ['Function', 'Node', 'Tensor', 'apply', 'backward', 'detect_anomaly', 'enable_grad', 'functional', 'grad',
            'inference_mode', 'is_grad_enabled', 'no_grad', 'set_detect_anomaly', 'set_grad_enabled']
+
+
+def __getattr__(name: str) -> Any:
+    """Return PyTorch's gradcheck and gradgradcheck, imported on first use: the module of the checks imports this one."""
+    if name not in ('gradcheck', 'gradgradcheck'):
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return getattr(importlib.import_module('pyops.differences'), f'torch_{name}')

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 import pyops
 from pyops import functional as F
-from pyops import nn, ops
+from pyops import autograd, nn, ops
 from pyops.__main__ import main
 from pyops.autograd import Tensor, apply, grad
 from pyops.differences import Row, check_op, every_op, find_op
@@ -244,3 +244,75 @@ def test_layers_that_name_their_ops_can_be_checked(layer):
     net = nn.Sequential(nn.Linear(4, 5), layer()).reset_parameters(0)
     report = pyops.gradcheck(net, inputs((3, 4)))
     assert report.ok, f'\n{report}'
+
+
+# ---- PyTorch's functions -------------------------------------------------------------------------------------------------
+
+class WrongCube(autograd.Function):
+    """x^3, whose gradient lacks the factor 3."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x ** 3
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, = ctx.saved_tensors
+        return dy * x * x
+
+
+class WrongSecond(WrongCube):
+    """x^3 with the right gradient, which has none itself."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, = ctx.saved_tensors
+        return dy * (3 * x * x).detach()
+
+
+def leaves(dtype, *shapes):
+    return tuple(Tensor(x, requires_grad=True, dtype=dtype) for x in inputs(*shapes))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+def test_checks_with_the_arguments_of_torch(dtype):
+    x, w = leaves(dtype, (3, 4), (2, 4))
+    settings = dict(eps=1e-6, atol=1e-5, rtol=1e-3)
+    assert autograd.gradcheck(lambda x, w: (x @ w.T).tanh(), (x, w), **settings, fast_mode=True) is True
+    assert autograd.gradcheck(Tensor.exp, x) and autograd.gradgradcheck(Tensor.tanh, (x,), **settings)
+    # arguments that require no gradient are constants, also numbers; so are results without one
+    assert autograd.gradcheck(lambda x, n, c: (x * n, c, (x * 2).detach()), (x, 3, w.detach()), raise_exception=False)
+    assert pyops.gradcheck(Tensor.tanh, [x], **settings)
+    with pytest.raises(ValueError, match='expected a Tensor that requires a gradient'):
+        autograd.gradcheck(Tensor.exp, x.detach())
+    with pytest.raises(RuntimeError, match='depends on no input that requires a gradient'):
+        autograd.gradcheck(lambda x: x.detach(), x)
+    for check in (autograd.gradcheck, autograd.gradgradcheck):
+        with pytest.raises(TypeError, match='rtoll: no such option, expected eps, atol, rtol, raise_exception'):
+            check(Tensor.exp, x, rtoll=1)
+
+
+def test_checks_find_wrong_gradients_of_functions():
+    x, = leaves('float64', (4,))
+    assert autograd.gradcheck(WrongSecond.apply, x)
+    for check, wrong in ((autograd.gradcheck, WrongCube), (autograd.gradgradcheck, WrongSecond)):
+        assert check(wrong.apply, (x,), raise_exception=False) is False
+        with pytest.raises(RuntimeError, match='(?s)differs from central differences.*WRONG: above 1e-05 [+] 0.001 of'):
+            check(wrong.apply, (x,))
+    # the size of the error that is allowed
+    assert autograd.gradcheck(WrongCube.apply, (x,), rtol=2.0) and autograd.gradcheck(WrongCube.apply, (x,), atol=1e3)
+    x, = leaves('float32', (4,))
+    assert not autograd.gradcheck(WrongCube.apply, (x,), float32=True, raise_exception=False)
+    with pytest.raises(RuntimeError, match='gradcheck: a gradient differs'):
+        pyops.gradcheck(lambda x: apply(WrongSquare, x), x, raise_exception=True)
+
+
+def test_checks_agree_with_torch(torch):
+    x, = leaves('float64', (2, 3))
+    twin = torch.tensor(x.numpy(), requires_grad=True)
+    for name in ('exp', 'sinh', 'sigmoid'):
+        assert autograd.gradgradcheck(getattr(Tensor, name), x) == torch.autograd.gradgradcheck(getattr(torch, name), twin)
+    got, want = np.array([1.0, 2.0, np.nan]), np.array([1.001, 2.2, 1.0])
+    assert not Row.within('y', got, want, 1.0, 1.0).ok and Row.within('y', got[:2], want[:2], 0.0, 0.1).ok
+    assert Row.within('y', got[:2], want[:2], 0.0, 0.01).at == (1,)
