@@ -9,8 +9,8 @@ from arrays import close, near, normal, same
 from conftest import ROOT
 
 import pyops
-from pyops import functional as F
 from pyops import autograd, nn, ops
+from pyops import functional as F
 from pyops.__main__ import main
 from pyops.autograd import Tensor, apply, grad
 from pyops.differences import Row, check_op, every_op, find_op
