@@ -36,7 +36,7 @@ _DTYPES = {'bool': 'bool_', 'float': 'float32', 'double': 'float64', 'int': 'int
 # modules that `import pyops` alone makes available, imported on first use
 _MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', 'differences', 'distributed', 'fit',
                       'formats', 'functional', 'init', 'ndarray', 'nn', 'ops', 'optim', 'params', 'plan', 'quantization',
-                      'steps', 'training'))
+                      'steps', 'training', 'utils'))
 
 
 TYPE_CHECKING = False                   # typing's name, which type checkers take for True; importing typing takes time

@@ -8,16 +8,18 @@ if TYPE_CHECKING:       # the names of _HOMES
     from pyops.data.cifar import CIFAR10Dataset
     from pyops.data.datasets import (
         ArrayDataset,
+        ChainDataset,
         ConcatDataset,
         Dataset,
         IterableDataset,
         MNISTDataset,
         NDArrayDataset,
+        StackDataset,
         Subset,
         TensorDataset,
         random_split,
     )
-    from pyops.data.loader import DataLoader, default_collate
+    from pyops.data.loader import DataLoader, default_collate, default_convert, get_worker_info
     from pyops.data.samplers import (
         BatchSampler,
         RandomSampler,
@@ -30,17 +32,19 @@ if TYPE_CHECKING:       # the names of _HOMES
     from pyops.data.words import WordCorpus, WordDataset, batchify, get_batch
 
 _HOMES = {
-    **dict.fromkeys(('ArrayDataset', 'ConcatDataset', 'Dataset', 'IterableDataset', 'MNISTDataset', 'NDArrayDataset', 'Subset',
-                     'TensorDataset', 'random_split'), 'datasets'),
-    **dict.fromkeys(('DataLoader', 'default_collate'), 'loader'), 'CIFAR10Dataset': 'cifar',
+    **dict.fromkeys(('ArrayDataset', 'ChainDataset', 'ConcatDataset', 'Dataset', 'IterableDataset', 'MNISTDataset',
+                     'NDArrayDataset', 'StackDataset', 'Subset', 'TensorDataset', 'random_split'), 'datasets'),
+    **dict.fromkeys(('DataLoader', 'default_collate', 'default_convert', 'get_worker_info'), 'loader'),
+    'CIFAR10Dataset': 'cifar',
     **dict.fromkeys(('BatchSampler', 'RandomSampler', 'Sampler', 'SequentialSampler', 'SubsetRandomSampler',
                      'WeightedRandomSampler'), 'samplers'),
     **dict.fromkeys(('WordCorpus', 'WordDataset', 'batchify', 'get_batch'), 'words'),
     **dict.fromkeys(('RandomFlipHorizontal', 'RandomCrop'), 'transforms')}
-__all__ = ['ArrayDataset', 'BatchSampler', 'CIFAR10Dataset', 'ConcatDataset', 'DataLoader', 'Dataset', 'IterableDataset',
-           'MNISTDataset', 'NDArrayDataset', 'RandomCrop', 'RandomFlipHorizontal', 'RandomSampler', 'Sampler',
-           'SequentialSampler', 'Subset', 'SubsetRandomSampler', 'TensorDataset', 'WeightedRandomSampler', 'WordCorpus',
-           'WordDataset', 'batchify', 'default_collate', 'get_batch', 'random_split']
+__all__ = ['ArrayDataset', 'BatchSampler', 'CIFAR10Dataset', 'ChainDataset', 'ConcatDataset', 'DataLoader', 'Dataset',
+           'IterableDataset', 'MNISTDataset', 'NDArrayDataset', 'RandomCrop', 'RandomFlipHorizontal', 'RandomSampler',
+           'Sampler', 'SequentialSampler', 'StackDataset', 'Subset', 'SubsetRandomSampler', 'TensorDataset',
+           'WeightedRandomSampler', 'WordCorpus', 'WordDataset', 'batchify', 'default_collate', 'default_convert', 'get_batch',
+           'get_worker_info', 'random_split']
 
 
 def __getattr__(name: str) -> Any:

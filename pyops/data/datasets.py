@@ -51,6 +51,10 @@ class Dataset:
     def __getitem__(self, index: Any) -> Any:
         raise NotImplementedError(f'{type(self).__name__}.__getitem__')
 
+    def __add__(self, other: Any) -> ConcatDataset:
+        """Return the samples of this dataset, then those of another."""
+        return ConcatDataset([self, other])
+
     def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
         """Return the samples with these indices, (B,) int64, as a list, the first element of each transformed."""
         if type(self).batch is not Dataset.batch:           # __getitem__ returns transformed samples, of another epoch
@@ -166,28 +170,40 @@ def _samples(dataset: Any, rows: Any, seed: int, epoch: int) -> list[Any]:
 
 
 class Subset(Dataset):
-    """Some samples of a dataset, or of any sequence: sample i is dataset[indices[i]], with the transforms of the dataset."""
+    """Some samples of a dataset, or of any sequence: sample i is dataset[indices[i]], with the transforms of the dataset.
+
+    indices: integers, also negative ones, a slice or a mask; the attribute is what was given, and can be set.
+    """
 
     def __init__(self, dataset: Any, indices: Any) -> None:
         super().__init__()
-        self.dataset, self.indices = dataset, np.arange(len(dataset))[indices]
+        self.dataset, self.indices = dataset, indices
         self.makes_batches = getattr(dataset, 'makes_batches', False)
 
+    @property
+    def indices(self) -> Any:
+        """The indices as they were given."""
+        return self._given
+
+    @indices.setter
+    def indices(self, indices: Any) -> None:
+        self._given, self._rows = indices, np.arange(len(self.dataset))[indices]
+
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
         if self.makes_batches:
             return self.at(index)
-        rows = self.indices[index]
+        rows = self._rows[index]
         found = _samples(self.dataset, np.atleast_1d(rows), 0, 0)
         return found if np.ndim(rows) else found[0]
 
     def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
-        return _samples(self.dataset, self.indices[get(rows)], seed, epoch)
+        return _samples(self.dataset, self._rows[get(rows)], seed, epoch)
 
     def batch(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> tuple[Any, ...]:
-        return self.dataset.batch(self.indices[get(rows)], seed, epoch)
+        return self.dataset.batch(self._rows[get(rows)], seed, epoch)
 
 
 class ConcatDataset(Dataset):
@@ -225,6 +241,58 @@ class IterableDataset:
     def __iter__(self) -> Iterator[Any]:
         raise NotImplementedError(f'{type(self).__name__}.__iter__')
 
+    def __add__(self, other: IterableDataset) -> ChainDataset:
+        """Return the samples of this dataset, then those of another."""
+        return ChainDataset([self, other])
+
+
+class ChainDataset(IterableDataset):
+    """Several IterableDatasets, one after the other.  It has a length if all of them do."""
+
+    def __init__(self, datasets: Iterable[Any]) -> None:
+        self.datasets = list(datasets)
+        for one in self.datasets:
+            if not isinstance(one, IterableDataset):
+                raise TypeError(f'ChainDataset: expected IterableDatasets, got {type(one).__name__}; ConcatDataset joins '
+                                'others')
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(self.datasets)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.datasets))                 # type: ignore[arg-type]
+
+
+class StackDataset(Dataset):
+    """Several datasets of equal length, or other sequences, side by side: sample i has sample i of each, as a tuple, or as a
+    dict if they are given by name."""
+    makes_batches = False
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__()
+        if bool(args) == bool(named):
+            raise ValueError('StackDataset: expected datasets by position or by name, got '
+                             f'{"both" if args else "none"}')
+        self.datasets: Any = args or named
+        lengths = {len(one) for one in args or named.values()}
+        if len(lengths) > 1:
+            raise ValueError(f'StackDataset: expected datasets of equal length, got {sorted(lengths)}')
+        self._length, = lengths
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        row = operator.index(index)
+        if not -self._length <= row < self._length:
+            raise IndexError(f'StackDataset: index {row} is out of bounds for {self._length} samples')
+        return self.samples(np.array([row % self._length]))[0]
+
+    def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
+        named = self.datasets if isinstance(self.datasets, dict) else {}
+        found = list(zip(*(_samples(one, get(rows), seed, epoch) for one in named.values() or self.datasets), strict=True))
+        return [dict(zip(named, sample, strict=True)) for sample in found] if named else found
+
 
 def random_generator(generator: np.random.Generator | None) -> np.random.Generator:
     """Return a numpy Generator: the given one, or the next from the process seed (pyops.seed)."""
@@ -247,4 +315,4 @@ def random_split(dataset: Any, lengths: Sequence[float], generator: np.random.Ge
                          f'sum 1, got {list(lengths)}')
     order = random_generator(generator).permutation(n)
     ends = np.cumsum([0, *sizes]).astype(int)
-    return [Subset(dataset, order[first:end]) for first, end in itertools.pairwise(ends)]
+    return [Subset(dataset, order[first:end].tolist()) for first, end in itertools.pairwise(ends)]

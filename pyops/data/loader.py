@@ -46,16 +46,20 @@ def default_collate(samples: Sequence[Any]) -> Any:
     return np.stack(arrays)
 
 
-def _as_tensors(batch: Any) -> Any:
-    """Convert the arrays of a batch to Tensors."""
+def default_convert(batch: Any) -> Any:
+    """Convert arrays to Tensors, also within tuples, lists and dicts; return anything else unchanged."""
     if isinstance(batch, np.ndarray | NDArray):
-        return Tensor(batch)
+        return Tensor(batch) if batch.dtype.kind in 'biuf' else batch
     if isinstance(batch, dict):
-        return {name: _as_tensors(value) for name, value in batch.items()}
-    if isinstance(batch, tuple):
-        values = list(map(_as_tensors, batch))
-        return type(batch)(*values) if hasattr(batch, '_fields') else tuple(values)
+        return {name: default_convert(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        values = list(map(default_convert, batch))
+        return type(batch)(*values) if hasattr(batch, '_fields') else type(batch)(values)
     return batch
+
+
+def get_worker_info() -> None:
+    """Return None: batches are made in threads of this process, which share one dataset."""
 
 
 def _without_axis(batch: Any) -> Any:
@@ -193,7 +197,7 @@ class DataLoader:
         """Return a batch as it is yielded."""
         if not self._is_batched:
             batch = _without_axis(batch)
-        return batch if self.arrays else _as_tensors(batch)
+        return batch if self.arrays else default_convert(batch)
 
     def _made_ahead(self, make: Callable[[Any], Any], every: Iterator[Any]) -> Iterator[Any]:
         """Yield make(rows) for the rows of every batch, in order, made in threads ahead of the caller."""

@@ -231,6 +231,53 @@ def test_tensors_make_a_dataset_as_in_torch(torch):
     assert all(isinstance(one, Tensor) for sample in seen for one in sample) and len(seen) == 8
 
 
+def test_datasets_side_by_side_and_one_after_the_other_are_torchs(torch):
+    import pyops.utils.data as ours
+    theirs = torch.utils.data
+    words, numbers = list('abcdef'), list(range(6))
+
+    def found(data):
+        class Counted(data.IterableDataset):
+            def __iter__(self):
+                return iter(range(3))
+
+            def __len__(self):
+                return 3
+        stack, by_name = data.StackDataset(words, numbers), data.StackDataset(word=words, number=numbers)
+        chain, part = Counted() + data.ChainDataset([Counted()]), data.Subset(words, [4, 1])
+        joined = data.ConcatDataset([words, numbers]) + words
+        parts = data.random_split(words, [2, 4])
+        return (stack[2], stack[-1], len(stack), by_name[3], list(data.DataLoader(by_name, 4)), [*chain], len(chain),
+                part.indices, [part[i] for i in range(2)], len(joined), joined[13], type(joined) is data.ConcatDataset,
+                [type(part.indices) for part in parts], sorted(parts[0].indices + parts[1].indices), data.get_worker_info(),
+                [*data.DataLoader(chain, 4)], data.default_convert([np.ones(2), ('a', 1), {'b': np.zeros(1)}]))
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {name: plain(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
+        return value.tolist() if hasattr(value, 'tolist') else value
+    assert plain(found(ours)) == plain(found(theirs))
+
+
+def test_what_cannot_be_joined_is_refused():
+    from pyops.data import ChainDataset, StackDataset
+    for call, error, text in (
+            (lambda: StackDataset([1], [1, 2]), ValueError, 'expected datasets of equal length, got .1, 2.'),
+            (lambda: StackDataset(), ValueError, 'by position or by name, got none'),
+            (lambda: StackDataset([1], a=[1]), ValueError, 'got both'),
+            (lambda: StackDataset([1, 2])[2], IndexError, 'index 2 is out of bounds for 2 samples'),
+            (lambda: ChainDataset([[1]]), TypeError, 'expected IterableDatasets, got list; ConcatDataset')):
+        with pytest.raises(error, match=text):
+            call()
+    # samples of a dataset with transforms, whose indices can be set later
+    part = Subset(Squares([lambda x: x + 1]), slice(2, 5))
+    assert part.indices == slice(2, 5) and StackDataset(part, 'abc')[1][0][0][0, 0, 0] == 4
+    part.indices = [1]
+    assert len(part) == 1 and part[0][1] == 1
+
+
 def test_any_sequences_are_divided_and_joined(torch):
     words = list('abcdefghij')
     part = Subset(words, [7, 0, -1])

@@ -1,0 +1,1 @@
+"""PyTorch's name of the package with pyops.utils.data."""
