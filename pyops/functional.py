@@ -103,60 +103,68 @@ def sigmoid(x: Numbers) -> Tensor:
     return apply(Sigmoid, tensor(x))
 
 
-def _check_inplace(who: str, inplace: bool) -> None:
-    if inplace:
-        raise ValueError(f'{who}: inplace: expected False, got True: x is never changed; use x = {who}(x)')
+def _in_place(function: Callable[..., Tensor], x: Any, *args: Any) -> Tensor:
+    """Replace the elements of a Tensor by function(x, *args), and return it.  TypeError for anything but a Tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f'inplace: expected a Tensor, which changes, got {type(x).__name__}')
+    return x._replace(lambda x: function(x, *args))
 
 
 def relu(x: Numbers, inplace: bool = False) -> Tensor:
-    """Return max(x, 0), elementwise.  inplace: False; ValueError for True, here and in the functions below."""
-    _check_inplace('relu', inplace)
-    return tensor(x).relu()
+    """Return max(x, 0), elementwise.  inplace: x, a Tensor, changes and is returned, here and in the functions below."""
+    return _in_place(relu, x) if inplace else tensor(x).relu()
 
 
 def silu(x: Numbers, inplace: bool = False) -> Tensor:
     """Return x / (1 + e^-x), elementwise."""
-    _check_inplace('silu', inplace)
+    if inplace:
+        return _in_place(silu, x)
     x = tensor(x)
     return x * sigmoid(x) if is_double(x) else apply(SiLU, x)
 
 
 def leaky_relu(x: Numbers, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """Return x where x > 0, else negative_slope * x."""
-    _check_inplace('leaky_relu', inplace)
+    if inplace:
+        return _in_place(leaky_relu, x, negative_slope)
     x = tensor(x)
     return where(x > 0, x, x * negative_slope)
 
 
 def elu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """Return x where x > 0, else alpha (e^x - 1)."""
-    _check_inplace('elu', inplace)
+    if inplace:
+        return _in_place(elu, x, alpha)
     x = tensor(x)
     return where(x > 0, x, alpha * (exp(where(x > 0, 0.0, x)) - 1))
 
 
 def celu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """Return x where x > 0, else alpha (e^(x / alpha) - 1)."""
-    _check_inplace('celu', inplace)
+    if inplace:
+        return _in_place(celu, x, alpha)
     return elu(tensor(x) / alpha) * alpha
 
 
 def selu(x: Numbers, inplace: bool = False) -> Tensor:
     """Return 1.0507 elu(x, 1.6733), which keeps mean 0 and variance 1 (Klambauer et al. 2017, arXiv:1706.02515)."""
-    _check_inplace('selu', inplace)
+    if inplace:
+        return _in_place(selu, x)
     return elu(x, 1.6732632423543772) * 1.0507009873554805
 
 
 def mish(x: Numbers, inplace: bool = False) -> Tensor:
     """Return x tanh(log(1 + e^x))."""
-    _check_inplace('mish', inplace)
+    if inplace:
+        return _in_place(mish, x)
     x = tensor(x)
     return x * tanh(softplus(x))
 
 
 def hardtanh(x: Numbers, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     """Return x, limited to min_val and max_val; the gradient at both is 0."""
-    _check_inplace('hardtanh', inplace)
+    if inplace:
+        return _in_place(hardtanh, x, min_val, max_val)
     x = tensor(x)
     return where((x > min_val) & (x < max_val), x, x.detach().clip(min_val, max_val))
 
@@ -168,13 +176,15 @@ def relu6(x: Numbers, inplace: bool = False) -> Tensor:
 
 def hardsigmoid(x: Numbers, inplace: bool = False) -> Tensor:
     """Return x / 6 + 1 / 2, limited to 0 and 1."""
-    return hardtanh(tensor(x) / 6 + 0.5, 0.0, 1.0, inplace)
+    return _in_place(hardsigmoid, x) if inplace else hardtanh(tensor(x) / 6 + 0.5, 0.0, 1.0)
 
 
 def hardswish(x: Numbers, inplace: bool = False) -> Tensor:
     """Return x hardsigmoid(x)."""
+    if inplace:
+        return _in_place(hardswish, x)
     x = tensor(x)
-    return x * hardsigmoid(x, inplace)
+    return x * hardsigmoid(x)
 
 
 def hardshrink(x: Numbers, lambd: float = 0.5) -> Tensor:
@@ -203,9 +213,30 @@ def softsign(x: Numbers) -> Tensor:
 
 def threshold(x: Numbers, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """Return x where x > threshold, else `value`."""
-    _check_inplace('threshold', inplace)
-    x = tensor(x)
+    if inplace:
+        return _in_place(_above, x, threshold, value)
+    return _above(tensor(x), threshold, value)
+
+
+def _above(x: Tensor, threshold: float, value: float) -> Tensor:
+    """Do what the function `threshold` does, whose name is its argument's, too."""
     return where(x > threshold, x, value)
+
+
+def rrelu(x: Numbers, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False,
+          generator: np.random.Generator | None = None) -> Tensor:
+    """Return x where x > 0, else slope * x, with a slope drawn uniformly from [lower, upper) for each element in training;
+    otherwise it is the mean of both (Xu et al. 2015, arXiv:1505.00853).
+
+    generator: a numpy Generator; None: numbers that depend on pyops.seed
+    """
+    if inplace:
+        return _in_place(rrelu, x, lower, upper, training, False, generator)
+    x = tensor(x)
+    if not training:
+        return leaky_relu(x, (lower + upper) / 2)
+    slopes = random_generator(generator).uniform(lower, upper, x.shape)
+    return where(x > 0, x, x * Tensor(slopes, dtype=x.dtype, device=x.device))
 
 
 def prelu(x: Numbers, weight: Numbers) -> Tensor:
@@ -654,7 +685,8 @@ def dropout(x: Numbers, p: float = 0.5, training: bool = True, inplace: bool = F
 
     The mask is a function of (key, step).  step=None: the next number of a counter in this process.
     """
-    _check_inplace('dropout', inplace)
+    if inplace:
+        return _in_place(functools.partial(dropout, key=key, step=step), x, p, training)
     x = tensor(x)
     if training and p == 1:
         return x * 0.0
@@ -668,12 +700,25 @@ def dropout(x: Numbers, p: float = 0.5, training: bool = True, inplace: bool = F
 
 def dropout1d(x: Numbers, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Set whole channels of x (N, C, ...) to 0 with probability p and scale the rest, as dropout."""
+    if inplace:
+        return _in_place(dropout1d, x, p, training)
     x = tensor(x)
-    return x * dropout(Tensor(np.ones(x.shape[:2]), dtype=x.dtype, device=x.device), p, training, inplace).reshape(
+    return x * dropout(Tensor(np.ones(x.shape[:2]), dtype=x.dtype, device=x.device), p, training).reshape(
         *x.shape[:2], *[1] * (x.ndim - 2))
 
 
 dropout2d = dropout3d = dropout1d
+
+
+def feature_alpha_dropout(x: Numbers, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    """alpha_dropout of whole channels of x (N, C, ...)."""
+    if inplace:
+        return _in_place(feature_alpha_dropout, x, p, training)
+    x = tensor(x)
+    if not training or not p:
+        return x
+    kept = dropout1d(Tensor(np.ones(x.shape), dtype=x.dtype, device=x.device), p) != 0
+    return keeping_moments(x, kept, p)
 
 
 def residual(x: Numbers, branch: Numbers, p: float = 0.0, training: bool = True, key: int = 0, step: Any = None) -> Tensor:
@@ -1190,6 +1235,40 @@ def conv3d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
     return y.reshape(N, depth, *y.shape[1:]).permute(0, 2, 1, 3, 4)
 
 
+def conv_transpose3d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,
+                     padding: int | Sequence[int] = 0, output_padding: int | Sequence[int] = 0, groups: int = 1,
+                     dilation: int | Sequence[int] = 1) -> Tensor:
+    """Return the transpose of conv3d: x (N, C, D, H, W), weight (C, O / groups, kd, kh, kw) -> (N, O, Do, Ho, Wo).
+
+    Settings as conv_transpose2d's, with ints or triples.  It is the sum of kd transposed convolutions of the slices as images.
+    """
+    x, weight = tensor(x), tensor(weight)
+    if x.ndim == 4:
+        return conv_transpose3d(x.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation).squeeze(0)
+    if x.ndim != 5 or weight.ndim != 5:
+        raise ValueError(f'conv_transpose3d: expected x (N, C, D, H, W) and weight (C, O / groups, kd, kh, kw), got shapes '
+                         f'{x.shape} and {weight.shape}')
+    (step, *steps), (gap, *gaps) = triple('stride', stride), triple('dilation', dilation)
+    (cut, *cuts), (more, *rest) = triple('padding', padding, 0), triple('output_padding', output_padding, 0)
+    if more and more >= builtins.max(step, gap):
+        raise ValueError(f'conv_transpose3d: output_padding: expected less than stride or dilation, got {more} for the depth')
+    N, C, D, H, W = x.shape
+    kd = weight.shape[2]
+    depth = (D - 1) * step - 2 * cut + gap * (kd - 1) + more + 1
+    if depth < 1:
+        raise ValueError(f'conv_transpose3d: expected a result of depth 1 or more, got {depth} with padding {padding}')
+    slices, y = x.permute(0, 2, 1, 3, 4).reshape(N * D, C, H, W), None
+    for k in range(kd):
+        part = conv_transpose2d(slices, weight[:, :, k], None, steps, cuts, rest, groups, gaps)
+        part = part.reshape(N, D, *part.shape[1:])
+        first = k * gap
+        shape = N, builtins.max(depth + cut, (D - 1) * step + gap * (kd - 1) + 1), *part.shape[2:]
+        term = apply(Place, part, shape=shape, index=(slice(None), slice(first, first + (D - 1) * step + 1, step)))
+        y = term if y is None else y + term
+    y = y[:, cut:cut + depth].permute(0, 2, 1, 3, 4)                # type: ignore[index]
+    return y if bias is None else y + tensor(bias).reshape(-1, 1, 1, 1)
+
+
 def _pooled_volumes(pool: Callable[..., Tensor], x: Numbers, *triples: Any, **settings: Any) -> Tensor:
     """Pool volumes by a function of images: first each slice, then along the depth."""
     x = tensor(x)
@@ -1225,6 +1304,31 @@ def avg_pool3d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Seque
                            count_include_pad=count_include_pad)
 
 
+def lp_pool2d(x: Numbers, norm_type: float, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+              ceil_mode: bool = False) -> Tensor:
+    """Return (sum x^norm_type)^(1 / norm_type) of each window: x (N, C, H, W) -> (N, C, Ho, Wo).  NaN for a negative sum
+    whose root is not real, as in PyTorch."""
+    terms = math.prod(pair('kernel_size', kernel_size, 1))
+    return _roots(avg_pool2d(tensor(x) ** norm_type, kernel_size, stride, 0, ceil_mode) * terms, norm_type)
+
+
+def lp_pool1d(x: Numbers, norm_type: float, kernel_size: int, stride: int | None = None, ceil_mode: bool = False) -> Tensor:
+    """Return lp_pool2d of sequences: x (N, C, L) -> (N, C, Lo)."""
+    x = _with_height('lp_pool1d', x)
+    return lp_pool2d(x, norm_type, (1, one(kernel_size)), stride and (1, one(stride)), ceil_mode).squeeze(-2)
+
+
+def lp_pool3d(x: Numbers, norm_type: float, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+              ceil_mode: bool = False) -> Tensor:
+    """Return lp_pool2d of volumes: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo)."""
+    terms = math.prod(triple('kernel_size', kernel_size))
+    return _roots(avg_pool3d(tensor(x) ** norm_type, kernel_size, stride, 0, ceil_mode) * terms, norm_type)
+
+
+def _roots(sums: Tensor, norm_type: float) -> Tensor:
+    return (sums.detach().sign() * relu(abs(sums))) ** (1 / norm_type)
+
+
 def local_response_norm(x: Numbers, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
     """Return x / (k + alpha * mean of squares over `size` neighbouring channels)^beta;  x (N, C, ...)."""
     x = tensor(x)
@@ -1241,7 +1345,8 @@ _SELU_LEAST = -1.0507009873554805 * 1.6732632423543772         # the limit of se
 
 def alpha_dropout(x: Numbers, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
     """Set elements to the limit of selu with probability p, then scale and shift so that mean 0 and variance 1 stay."""
-    _check_inplace('alpha_dropout', inplace)
+    if inplace:
+        return _in_place(alpha_dropout, x, p, training)
     x = tensor(x)
     if not training or not p:
         return x
@@ -1325,8 +1430,11 @@ def adaptive_avg_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
     if not any(n % size for n, size in zip(given, sizes, strict=True)):
         return avg_pool2d(x, [n // size for n, size in zip(given, sizes, strict=True)])
     dtype = x.dtype if is_double(x) else None
-    rows, columns = (Tensor(_averages(n, size), device=x.device, dtype=dtype) for n, size in zip(given, sizes, strict=True))
-    return rows @ x @ columns.T
+    for axis, n, size in zip((-2, -1), given, sizes, strict=True):
+        averages = Tensor(_averages(n, size), device=x.device, dtype=dtype)
+        if n != size:
+            x = averages @ x if axis == -2 else x @ averages.T
+    return x
 
 
 def adaptive_avg_pool1d(x: Numbers, output_size: int) -> Tensor:
@@ -1343,13 +1451,35 @@ def adaptive_max_pool2d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
     if not any(n % size for n, size in zip(given, sizes, strict=True)):
         return max_pool2d(x, [n // size for n, size in zip(given, sizes, strict=True)])
     for axis, n, size in zip((-2, -1), given, sizes, strict=True):
-        x = stack([x.take(np.arange(*window), axis).max(axis) for window in _windows(n, size)], axis)
+        x = x if n == size else stack([x.take(np.arange(*window), axis).max(axis) for window in _windows(n, size)], axis)
     return x
 
 
 def adaptive_max_pool1d(x: Numbers, output_size: int) -> Tensor:
     """Return the maxima of output_size windows: x (N, C, L) -> (N, C, output_size)."""
     return adaptive_max_pool2d(_with_height('adaptive_max_pool1d', x), (1, one(output_size))).squeeze(-2)
+
+
+def adaptive_avg_pool3d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
+    """Return the averages of output_size windows per axis: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo), as adaptive_avg_pool2d."""
+    return _adapted_volumes('adaptive_avg_pool3d', adaptive_avg_pool2d, x, output_size)
+
+
+def adaptive_max_pool3d(x: Numbers, output_size: int | Sequence[int]) -> Tensor:
+    """Return the maxima of the windows of adaptive_avg_pool3d."""
+    return _adapted_volumes('adaptive_max_pool3d', adaptive_max_pool2d, x, output_size)
+
+
+def _adapted_volumes(who: str, pool: Callable[..., Tensor], x: Numbers, output_size: Any) -> Tensor:
+    """Pool volumes by a function of images: first each slice, then along the depth."""
+    x = tensor(x)
+    if x.ndim not in (4, 5):
+        raise ValueError(f'{who}: expected x (N, C, D, H, W), got shape {x.shape}')
+    sizes = output_size if isinstance(output_size, tuple | list) else (output_size,) * 3
+    depth, *sizes = [n if size is None else size for size, n in zip(sizes, x.shape[-3:], strict=True)]
+    *before, D, H, W = x.shape
+    y = pool(x.reshape(math.prod(before), D, H, W), sizes)
+    return pool(y.reshape(-1, D, math.prod(sizes)), (depth, math.prod(sizes))).reshape(*before, depth, *sizes)
 
 
 def _adapted(output_size: Any, x: Tensor) -> tuple[int, int]:
@@ -1373,39 +1503,134 @@ def _averages(n: int, size: int) -> np.ndarray:
 
 def interpolate(x: Numbers, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None,
                 mode: str = 'nearest', align_corners: bool | None = None) -> Tensor:
-    """Resize the axes after the second of x (N, C, L) or (N, C, H, W) to `size`, or by a factor, rounded down.
+    """Resize the axes after the second of x (N, C, L), (N, C, H, W) or (N, C, D, H, W) to `size`, or by a factor, rounded down.
 
-    mode: 'nearest'; 'linear' for (N, C, L) and 'bilinear' for (N, C, H, W): weighted sums of neighbours, where align_corners
-    lets the outermost elements coincide instead of their outer edges; 'area': adaptive_avg_pool2d
+    mode: 'nearest', or 'nearest-exact', which takes the element at the centre; 'linear' for (N, C, L), 'bilinear' or 'bicubic'
+    for (N, C, H, W) and 'trilinear' for (N, C, D, H, W): weighted sums of neighbours, where align_corners lets the outermost
+    elements coincide instead of their outer edges; 'area': adaptive_avg_pool2d
     """
     x = tensor(x)
     axes, given = tuple(range(2, x.ndim)), x.shape[2:]
-    modes = {1: ('nearest', 'linear', 'area'), 2: ('nearest', 'bilinear', 'area')}.get(len(axes), ())
+    own = {1: ('linear',), 2: ('bilinear', 'bicubic'), 3: ('trilinear',)}.get(len(axes), ())
+    modes = ('nearest', 'nearest-exact', *own, 'area') if own else ()
     if mode not in modes or (size is None) == (scale_factor is None):
-        raise ValueError(f'interpolate: expected x (N, C, L) or (N, C, H, W), size or scale_factor, and a mode of '
-                         f'{", ".join(modes) or "theirs"}, got shape {x.shape}, size {size}, scale_factor {scale_factor} and '
-                         f'mode {mode!r}')
+        raise ValueError('interpolate: expected x (N, C, L), (N, C, H, W) or (N, C, D, H, W), size or scale_factor, and a mode '
+                         f'of {", ".join(modes) or "theirs"}, got shape {x.shape}, size {size}, scale_factor {scale_factor} '
+                         f'and mode {mode!r}')
     factors: Any = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * len(axes)
     sizes: Any = ([int(n * factor) for n, factor in zip(given, factors, strict=True)] if size is None else
                   size if isinstance(size, tuple | list) else [size] * len(axes))
     if mode == 'area':
-        return adaptive_avg_pool2d(x, sizes) if len(axes) == 2 else adaptive_avg_pool1d(x, sizes[0])
+        areas: Any = adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
+        return areas[len(axes) - 1](x, sizes[0] if len(axes) == 1 else sizes)
     for axis, n, to, factor in zip(axes, given, sizes, factors, strict=True):
         step = n / to if factor is None else 1 / factor
-        if mode == 'nearest':
-            x = x.take(np.minimum((np.arange(to) * step).astype(np.int64), n - 1), axis)
+        if mode.startswith('nearest'):
+            places = (np.arange(to) + (0.5 if mode == 'nearest-exact' else 0.0)) * step
+            x = x.take(np.minimum(places.astype(np.int64), n - 1), axis)
             continue
         if align_corners:
             places = np.arange(to) * ((n - 1) / builtins.max(to - 1, 1))
         else:
-            places = np.maximum((np.arange(to) + 0.5) * step - 0.5, 0)
-        first = np.minimum(places.astype(np.int64), n - 1)
-        weights, share = np.zeros((n, to)), places - first
-        np.add.at(weights, (first, np.arange(to)), 1 - share)
-        np.add.at(weights, (np.minimum(first + 1, n - 1), np.arange(to)), share)
-        matrix = Tensor(weights, dtype=x.dtype, device=x.device)
+            places = (np.arange(to) + 0.5) * step - 0.5
+        matrix = Tensor(_neighbours(places, n, mode == 'bicubic'), dtype=x.dtype, device=x.device)
         x = (x.swapaxes(axis, -1) @ matrix).swapaxes(axis, -1)
     return x
+
+
+def _neighbours(places: np.ndarray, n: int, is_cubic: bool) -> np.ndarray:
+    """Return the weights (n, len(places)) of n elements in the values between them at these places: of two neighbours, or of
+    four with cubic polynomials (Keys 1981, with a = -0.75)."""
+    places = places if is_cubic else np.maximum(places, 0)
+    first, weights, columns = np.floor(places).astype(np.int64), np.zeros((n, len(places))), np.arange(len(places))
+    for k in range(-1, 3) if is_cubic else range(2):
+        distance = np.abs(places - first - k)
+        share = 1 - distance
+        if is_cubic:
+            share = np.where(distance <= 1, (1.25 * distance - 2.25) * distance ** 2 + 1,
+                             -0.75 * (((distance - 5) * distance + 8) * distance - 4))
+        np.add.at(weights, ((first + k).clip(0, n - 1), columns), share)
+    return weights
+
+
+def upsample(x: Numbers, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None,
+             mode: str = 'nearest', align_corners: bool | None = None) -> Tensor:
+    """PyTorch's earlier name of interpolate."""
+    return interpolate(x, size, scale_factor, mode, align_corners)
+
+
+def affine_grid(theta: Numbers, size: Sequence[int], align_corners: bool = False) -> Tensor:
+    """Return the grid for grid_sample of affine maps theta (N, d, d + 1) of the points of images.
+
+    size: (N, C, H, W) of the result of grid_sample -> (N, H, W, 2), or (N, C, D, H, W) -> (N, D, H, W, 3).  The coordinates, x
+    first, are -1 and 1 at the outer edges, or with align_corners at the centres of the outermost elements.
+    """
+    theta, sizes = tensor(theta), tuple(size)[2:]
+    d = len(sizes)
+    if d not in (2, 3) or theta.shape != (size[0], d, d + 1):
+        raise ValueError(f'affine_grid: expected size (N, C, H, W) or (N, C, D, H, W) and theta (N, {d}, {d + 1}), got '
+                         f'{tuple(size)} and {theta.shape}')
+    lines = [np.linspace(-1, 1, n) if align_corners and n > 1 else (2 * np.arange(n) + 1) / n - 1 for n in sizes]
+    points = [*np.meshgrid(*lines, indexing='ij')][::-1]
+    base = Tensor(np.stack([*points, np.ones(sizes)], -1).reshape(-1, d + 1), dtype=theta.dtype, device=theta.device)
+    return (base @ theta.mT).reshape(size[0], *sizes, d)
+
+
+def grid_sample(x: Numbers, grid: Numbers, mode: str = 'bilinear', padding_mode: str = 'zeros',
+                align_corners: bool | None = None) -> Tensor:
+    """Return the values of images at the points of a grid: x (N, C, H, W), grid (N, Ho, Wo, 2) -> (N, C, Ho, Wo); or of volumes
+    (N, C, D, H, W) with a grid (N, Do, Ho, Wo, 3).
+
+    grid: coordinates, x first, as in affine_grid.  mode: 'bilinear', sums of the nearest elements, or 'nearest'.
+    padding_mode: outside there are zeros, or the outermost elements ('border'), or the image mirrored ('reflection')
+    """
+    x, grid = tensor(x), tensor(grid, x if isinstance(x, Tensor) else None)
+    d = x.ndim - 2
+    if d not in (2, 3) or grid.ndim != x.ndim or grid.shape[0] != x.shape[0] or grid.shape[-1] != d:
+        raise ValueError(f'grid_sample: expected x (N, C, H, W) and grid (N, Ho, Wo, 2), or x (N, C, D, H, W) and grid '
+                         f'(N, Do, Ho, Wo, 3), got {x.shape} and {grid.shape}')
+    for name, value, allowed in (('mode', mode, ('bilinear', 'nearest')),
+                                 ('padding_mode', padding_mode, ('zeros', 'border', 'reflection'))):
+        if value not in allowed:
+            raise ValueError(f'grid_sample: {name}: expected one of {", ".join(allowed)}, got {value!r}')
+    sizes = x.shape[2:]
+    places = [_sampled_places(grid[..., d - 1 - i], n, padding_mode, bool(align_corners)) for i, n in enumerate(sizes)]
+    rows = x.moveaxis(1, -1).reshape(-1, x.shape[1])
+    if mode == 'nearest':
+        # the gradient of the grid is 0, as in PyTorch
+        corners: Any = [[(np.rint(place.numpy()).astype(np.int64), place * 0.0 + 1.0)] for place in places]
+    else:
+        corners = []
+        for place in places:
+            first = np.floor(place.numpy()).astype(np.int64)
+            share = place - Tensor(first, dtype=place.dtype, device=place.device)
+            corners.append([(first, 1.0 - share), (first + 1, share)])
+    y: Any = 0.0
+    for corner in itertools.product(*corners):
+        inside, ids = np.ones(grid.shape[:-1], bool), np.arange(x.shape[0]).reshape(-1, *[1] * d)
+        for (at, _), n in zip(corner, sizes, strict=True):
+            inside, ids = inside & (at >= 0) & (at < n), ids * n + at.clip(0, n - 1)
+        weight = Tensor(inside, dtype=rows.dtype, device=rows.device)
+        for _, share in corner:
+            weight = weight * share
+        y = rows[ids.reshape(-1)].reshape(*ids.shape, -1) * weight.unsqueeze(-1) + y
+    return y.moveaxis(-1, 1)
+
+
+def _sampled_places(at: Tensor, n: int, padding_mode: str, align_corners: bool) -> Tensor:
+    """Return positions among n elements for coordinates from -1 to 1; positions outside are moved inside as the mode says."""
+    place = (at + 1) * ((n - 1) / 2) if align_corners else ((at + 1) * n - 1) * 0.5
+    if padding_mode == 'zeros':
+        return place
+    if padding_mode == 'reflection':
+        low, span = (0.0, float(n - 1)) if align_corners else (-0.5, float(n))
+        if not span:
+            return place * 0.0
+        far = abs(place - low)
+        turns = Tensor(np.floor(far.numpy() / span), dtype=at.dtype, device=at.device)
+        rest = far - turns * span
+        place = where(turns % 2 == 0, rest, span - rest) + low
+    return where((place > 0) & (place < n - 1), place, place.detach().clip(0, n - 1))
 
 
 def pixel_shuffle(x: Numbers, upscale_factor: int) -> Tensor:
@@ -1805,6 +2030,20 @@ def cosine_similarity(a: Numbers, b: Numbers, axis: int = 1, eps: float = 1e-8) 
     """Return the cosine of the angle between vectors along an axis.  Norms count as at least eps."""
     a, b = tensor(a), tensor(b)
     return (a * b).sum(axis) / (norm(a, 2, axis).maximum(eps) * norm(b, 2, axis).maximum(eps))
+
+
+# ---- functions that change their argument --------------------------------------------------------------------------------
+
+def _twin(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def twin(x: Any, *args: Any, **named: Any) -> Tensor:
+        return function(x, *args, **named, inplace=True)
+    twin.__name__, twin.__doc__ = f'{function.__name__}_', f'{function.__name__} with inplace=True.'
+    return twin
+
+
+relu_, elu_, celu_, selu_, leaky_relu_, hardtanh_, threshold_, rrelu_ = map(_twin, (
+    relu, elu, celu, selu, leaky_relu, hardtanh, threshold, rrelu))
 
 
 # ---- functions of several arrays, and those whose methods are numpy's ---------------------------------------------------

@@ -23,7 +23,7 @@ OPERATORS = {'+': 'add', '-': 'sub', '*': 'mul', '/': 'truediv', '//': 'floordiv
 # of one class alone: memory, devices, the tape
 OWN = {'as_strided', 'add_at', 'array', 'bits_of', 'buffer', 'compact', 'is_compact', 'is_mask', 'kernel_view', 'location',
        'offset', 'pointer', 'put', 'stored', 'kind', 'origin', 'of_results', 'tape', 'take_rows',
-       'cached_data', 'realize_cached_data'}
+       'cached_data', 'realize_cached_data', 'make_const'}
 # where numpy's and PyTorch's meaning differ, or ours from both
 NOTES = {
     'transpose': 'permutes the axes, as numpy; two axes of more than two are exchanged, as in PyTorch',
@@ -56,6 +56,8 @@ NOTES = {
     'unique': "numpy's arguments; without a gradient", 'erf': 'computed in float64, on the CPU only',
     'floor_divide': 'without a gradient', 'trunc': 'without a gradient', 'bincount': 'without a gradient',
     'scatter': 'of equal places the last counts', 'float_power': 'float64; in place the dtype of x',
+    'is_leaf': "a bool, as in PyTorch; needle's `x.is_leaf()` cannot be called",
+    'share_memory_': 'of a Parameter a `TypeError`',
     '==': 'returns a mask', '[]': 'integers, slices, None, Ellipsis: a view; with arrays, lists or masks: a copy, as numpy',
     '[] =': 'as numpy; of equal positions the last value counts',
 }
@@ -99,8 +101,7 @@ REMEDIES = {
     **dict.fromkeys(('cuda', 'is_cuda', 'is_cpu', 'get_device', 'to_device'), "`x.to('cuda')`, `x.device`"),
     **dict.fromkeys(('data_ptr', 'storage', 'untyped_storage', 'storage_offset', 'base', 'ctypes', 'flags', 'strides'),
                     '`x.stride()`; of an NDArray also `buffer`, `offset`, `strides`'),
-    **dict.fromkeys(('pin_memory', 'share_memory_', 'is_pinned', 'is_shared'),
-        'not needed: nothing is copied to other processes'),
+    **dict.fromkeys(('pin_memory', 'is_pinned'), 'not needed: copies to a GPU do not wait for it'),
     **dict.fromkeys(('real', 'imag', 'conj', 'conjugate', 'angle', 'adjoint', 'H', 'mH'),
         'there are no complex numbers; `x.mT`'),
     **dict.fromkeys(('det', 'inverse', 'cholesky', 'qr', 'svd', 'slogdet', 'logdet', 'matrix_power', 'pinverse', 'lu_solve'),

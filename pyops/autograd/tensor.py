@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import mmap
 import numbers
 import operator as operators
 import weakref
@@ -147,6 +148,32 @@ class Tensor(Recorded, TorchMethods):
         return self.array
 
     cached_data = property(realize_cached_data)
+
+    @staticmethod
+    def make_const(data: Numbers, *, requires_grad: bool = False) -> Tensor:
+        """Return a Tensor without a history over an NDArray or the array of a Tensor; the needle course's function."""
+        return Tensor(data, requires_grad)
+
+    def share_memory_(self) -> Self:
+        """Move the elements to memory that processes forked later share, in place, and return x.  Views made before keep the
+        other memory.  On a GPU nothing changes."""
+        if self.device.is_host and not self.is_shared():
+            old = self.array
+            memory = np.frombuffer(mmap.mmap(-1, max(old.nbytes, 1)), old.dtype, old.size).reshape(old.shape)
+            self.array = ndarray.from_numpy(memory, old.device)
+            self.array[...] = old
+            if old.is_mask:
+                self.array = self.array.bool()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether processes forked later share the elements: after share_memory_, and on a GPU."""
+        if not self.device.is_host:
+            return True
+        base: Any = self.array.stored()
+        while isinstance(base, np.ndarray):
+            base = base.base
+        return isinstance(getattr(base, 'obj', base), mmap.mmap)
 
     # -- gradients
 

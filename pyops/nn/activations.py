@@ -27,6 +27,15 @@ class SELU(FunctionLayer, function=F.selu, inplace=False):
     """y = 1.0507 ELU(1.6733)(x), which keeps mean 0 and variance 1"""
 
 
+class RReLU(FunctionLayer, function=F.rrelu, lower=1 / 8, upper=1 / 3, inplace=False):
+    """y = x where x > 0, else slope x, with a slope for each element drawn from [lower, upper) in training, else their mean"""
+    lower: float
+    upper: float
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.rrelu(x, self.lower, self.upper, self.training)
+
+
 class Softplus(FunctionLayer, function=F.softplus, beta=1.0, threshold=20.0):
     """y = log(1 + e^(beta x)) / beta, and x where beta x > threshold"""
 

@@ -1,6 +1,7 @@
 """Layers of images and sequences without parameters: adaptive pooling, padding, resizing, windows as columns."""
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from pyops import functional as F
@@ -29,6 +30,26 @@ class AdaptiveMaxPool2d(FunctionLayer, function=F.adaptive_max_pool2d, output_si
 
 class AdaptiveMaxPool1d(FunctionLayer, function=F.adaptive_max_pool1d, output_size=...):
     """The maxima of output_size windows: x (N, C, L) -> (N, C, output_size)."""
+
+
+class AdaptiveAvgPool3d(FunctionLayer, function=F.adaptive_avg_pool3d, output_size=...):
+    """The averages of output_size windows per axis: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo)."""
+
+
+class AdaptiveMaxPool3d(FunctionLayer, function=F.adaptive_max_pool3d, output_size=...):
+    """The maxima of output_size windows per axis: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo)."""
+
+
+class LPPool1d(FunctionLayer, function=F.lp_pool1d, norm_type=..., kernel_size=..., stride=None, ceil_mode=False):
+    """(sum x^norm_type)^(1 / norm_type) of each window: x (N, C, L) -> (N, C, Lo)."""
+
+
+class LPPool2d(FunctionLayer, function=F.lp_pool2d, norm_type=..., kernel_size=..., stride=None, ceil_mode=False):
+    """(sum x^norm_type)^(1 / norm_type) of each window: x (N, C, H, W) -> (N, C, Ho, Wo)."""
+
+
+class LPPool3d(FunctionLayer, function=F.lp_pool3d, norm_type=..., kernel_size=..., stride=None, ceil_mode=False):
+    """(sum x^norm_type)^(1 / norm_type) of each window: x (N, C, D, H, W) -> (N, C, Do, Ho, Wo)."""
 
 
 class MaxPool3d(FunctionLayer, function=F.max_pool3d, kernel_size=..., stride=None, padding=0, dilation=1, return_indices=False,
@@ -85,6 +106,11 @@ class UpsamplingNearest2d(FunctionLayer, function=F.interpolate, size=None, scal
     """Resize images (N, C, H, W) by repeating elements."""
 
 
+class UpsamplingBilinear2d(FunctionLayer, function=functools.partial(F.interpolate, mode='bilinear', align_corners=True),
+                           size=None, scale_factor=None):
+    """Resize images (N, C, H, W) by weighted sums of neighbours; the outermost elements coincide."""
+
+
 class _Padding(Layer):
     """Base of the padding layers.  padding: an int for all sides, or (before, after) of the last axis, then of the other."""
     AXES, MODE = 1, 'constant'
@@ -118,6 +144,11 @@ class ConstantPad2d(_ConstantPadding):
     AXES = 2
 
 
+class ConstantPad3d(_ConstantPadding):
+    """Pad volumes (N, C, D, H, W) with a number."""
+    AXES = 3
+
+
 class ZeroPad1d(_Padding):
     """Pad sequences (N, C, L) with zeros."""
 
@@ -125,6 +156,11 @@ class ZeroPad1d(_Padding):
 class ZeroPad2d(_Padding):
     """Pad images (N, C, H, W) with zeros."""
     AXES = 2
+
+
+class ZeroPad3d(_Padding):
+    """Pad volumes (N, C, D, H, W) with zeros."""
+    AXES = 3
 
 
 class ReflectionPad1d(_Padding):
@@ -137,6 +173,11 @@ class ReflectionPad2d(ReflectionPad1d):
     AXES = 2
 
 
+class ReflectionPad3d(ReflectionPad1d):
+    """Pad volumes (N, C, D, H, W) with elements mirrored at the outermost."""
+    AXES = 3
+
+
 class ReplicationPad1d(_Padding):
     """Pad sequences (N, C, L) with the outermost elements."""
     MODE = 'replicate'
@@ -147,6 +188,11 @@ class ReplicationPad2d(ReplicationPad1d):
     AXES = 2
 
 
+class ReplicationPad3d(ReplicationPad1d):
+    """Pad volumes (N, C, D, H, W) with the outermost elements."""
+    AXES = 3
+
+
 class CircularPad1d(_Padding):
     """Pad sequences (N, C, L) with elements of their other end."""
     MODE = 'circular'
@@ -155,3 +201,8 @@ class CircularPad1d(_Padding):
 class CircularPad2d(CircularPad1d):
     """Pad images (N, C, H, W) with elements of their other end."""
     AXES = 2
+
+
+class CircularPad3d(CircularPad1d):
+    """Pad volumes (N, C, D, H, W) with elements of their other end."""
+    AXES = 3

@@ -135,6 +135,37 @@ def orthogonal_(tensor: Tensor, gain: float = 1, generator: Generator = None) ->
     return _set(tensor, make, generator)
 
 
+def sparse_(tensor: Tensor, sparsity: float, std: float = 0.01, generator: Generator = None) -> Tensor:
+    """Draw a matrix from a normal distribution, then set the fraction `sparsity` of each column, rounded up, to 0.
+
+    Martens 2010.
+    """
+    def make(rng: np.random.Generator, shape: Any) -> np.ndarray:
+        values = (rng.standard_normal(shape) * std).astype(np.float32)
+        for column in range(shape[1]):
+            values[rng.permutation(shape[0])[:math.ceil(sparsity * shape[0])], column] = 0
+        return values
+    _matrix('sparse_', tensor.shape)
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f'sparse_: sparsity: expected 0 to 1, got {sparsity}')
+    return _set(tensor, make, generator)
+
+
+def dirac_(tensor: Tensor, groups: int = 1) -> Tensor:
+    """Set filters (O, C, k, ...) so that a convolution with padding returns its input in each group: 1 at the centre of the
+    filter of output i for input i.  ValueError for another number of axes than 3 to 5, or groups that do not divide O."""
+    if tensor.ndim not in (3, 4, 5) or tensor.shape[0] % groups:
+        raise ValueError(f'dirac_: expected filters (O, C, k, ...) of 3 to 5 axes, O a multiple of {groups} groups, got shape '
+                         f'{tensor.shape}')
+
+    def make(rng: np.random.Generator, shape: Any) -> np.ndarray:
+        values, outputs = np.zeros(shape, np.float32), shape[0] // groups
+        for i in range(min(outputs, shape[1])):
+            values[(slice(i, None, outputs), i, *(n // 2 for n in shape[2:]))] = 1
+        return values
+    return _set(tensor, make, None)
+
+
 def _matrix(who: str, shape: Any) -> tuple[int, int]:
     if len(shape) != 2:
         raise ValueError(f'{who}: expected a matrix, got shape {shape}')

@@ -301,6 +301,16 @@ class Dropout3d(Dropout1d):
     """Dropout of whole channels of volumes (N, C, D, H, W)."""
 
 
+class FeatureAlphaDropout(Dropout1d):
+    """AlphaDropout of whole channels: x (N, C, ...)."""
+
+    def forward_tensors(self, x: Tensor, mask: Numbers | None = None) -> Tensor:
+        if not (self.training and self.p):
+            return x
+        kept = super().forward_tensors(F.tensor(np.ones(x.shape, np.float32), x), mask) != 0
+        return F.keeping_moments(x, kept, self.p)
+
+
 class AlphaDropout(Dropout1d):
     """Set elements to the limit of selu with probability p during training, and keep mean 0 and variance 1."""
 
@@ -516,6 +526,11 @@ class InstanceNorm1d(_InstanceNorm):
 class InstanceNorm2d(_InstanceNorm):
     """Normalise each channel of each image (N, channels, H, W) to mean 0 and variance 1."""
     dimensions = 2
+
+
+class InstanceNorm3d(_InstanceNorm):
+    """Normalise each channel of each volume (N, channels, D, H, W) to mean 0 and variance 1."""
+    dimensions = 3
 
 
 class RMSNorm(Layer):
@@ -758,8 +773,10 @@ class Conv3d(Layer):
         return F.conv3d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def settings(self) -> str:
-        options = (('stride', (1, 1, 1)), ('padding', (0, 0, 0)), ('dilation', (1, 1, 1)), ('groups', 1))
-        more = ''.join(f', {name}={getattr(self, name)!r}' for name, default in options if getattr(self, name) != default)
+        options = (('stride', (1, 1, 1)), ('padding', (0, 0, 0)), ('dilation', (1, 1, 1)), ('groups', 1),
+                   ('output_padding', (0, 0, 0)))
+        more = ''.join(f', {name}={getattr(self, name)!r}' for name, default in options
+                       if getattr(self, name, default) != default)
         return (f'{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{more}'
                 f'{", bias=False" if self.bias is None else ""}')
 
@@ -787,13 +804,37 @@ class ConvTranspose2d(_Convolution):
     def forward_tensors(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         more = self.output_padding
         if output_size is not None:
-            least = [(n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in zip(
-                x.shape[-self.DIMENSIONS:], self.stride, self.padding, self.dilation, self.kernel_size, strict=True)]
-            more = tuple(n - m for n, m in zip(output_size[-self.DIMENSIONS:], least, strict=True))
+            more = _rest_of_size(x.shape[-self.DIMENSIONS:], output_size, self)
         function: Any = F.conv_transpose2d if self.DIMENSIONS == 2 else F.conv_transpose1d
         return function(x, self.weight, self.bias, self.stride, self.padding, more, self.groups, self.dilation)
 
     forward_arrays, backward = Layer.forward_arrays, Layer.backward
+
+
+class ConvTranspose3d(Conv3d):
+    """The transpose of Conv3d: x (N, C, D, H, W) -> y (N, O, Do, Ho, Wo);  weight (in_channels, out_channels / groups, kd, kh,
+    kw).  Settings and sizes as in ConvTranspose2d, with ints or triples."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
+                 padding: int | Sequence[int] = 0, output_padding: int | Sequence[int] = 0, groups: int = 1, bias: bool = True,
+                 dilation: int | Sequence[int] = 1, padding_mode: str = 'zeros') -> None:
+        if isinstance(padding, str):
+            raise ValueError(f'ConvTranspose3d: padding: expected ints, got {padding!r}')
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
+        self.output_padding = _naming(self, F.triple, 'output_padding', output_padding, 0)
+        self.weight, _ = _filters(out_channels, in_channels, self.kernel_size, groups, False)
+
+    def forward_tensors(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        more = self.output_padding
+        if output_size is not None:
+            more = _rest_of_size(x.shape[-3:], output_size, self)
+        return F.conv_transpose3d(x, self.weight, self.bias, self.stride, self.padding, more, self.groups, self.dilation)
+
+
+def _rest_of_size(sizes: Sequence[int], output_size: Sequence[int], layer: Any) -> tuple[int, ...]:
+    """Return the output_padding of a transposed convolution with which images of these sizes become output_size."""
+    return tuple(n - ((size - 1) * s - 2 * p + d * (k - 1) + 1) for n, size, s, p, d, k in zip(
+        output_size[-len(sizes):], sizes, layer.stride, layer.padding, layer.dilation, layer.kernel_size, strict=True))
 
 
 class ConvTranspose1d(ConvTranspose2d):

@@ -13,8 +13,10 @@ from pyops.nn.layers import (
     Conv3d,
     ConvTranspose1d,
     ConvTranspose2d,
+    ConvTranspose3d,
     InstanceNorm1d,
     InstanceNorm2d,
+    InstanceNorm3d,
     Linear,
 )
 from pyops.nn.module import Layer
@@ -86,6 +88,10 @@ class LazyConvTranspose2d(_Lazy, kind=ConvTranspose2d):
     """ConvTranspose2d without in_channels, the size of axis 1 of x in the first call."""
 
 
+class LazyConvTranspose3d(_Lazy, kind=ConvTranspose3d):
+    """ConvTranspose3d without in_channels, the size of axis 1 of x in the first call."""
+
+
 class LazyBatchNorm1d(_Lazy, kind=BatchNorm1d):
     """BatchNorm1d without num_features, the size of axis 1 of x in the first call."""
 
@@ -104,3 +110,7 @@ class LazyInstanceNorm1d(_Lazy, kind=InstanceNorm1d):
 
 class LazyInstanceNorm2d(_Lazy, kind=InstanceNorm2d):
     """InstanceNorm2d without num_features, the size of axis 1 of x in the first call."""
+
+
+class LazyInstanceNorm3d(_Lazy, kind=InstanceNorm3d):
+    """InstanceNorm3d without num_features, the size of axis 1 of x in the first call."""

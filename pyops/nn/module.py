@@ -138,6 +138,11 @@ class Parameter(Tensor):
     def zero_grad(self) -> None:
         self.grad = None
 
+    def share_memory_(self) -> Self:
+        """Raise TypeError: the elements of parameters are part of one flat buffer."""
+        raise TypeError('share_memory_: expected a Tensor, got a Parameter, whose elements are part of one flat buffer; share '
+                        'parameter.detach().clone(), and copy it back')
+
     def flat_parameter(self) -> params.Parameter:
         """Return the pyops.params.Parameter, the form that op classes take."""
         self._settle()
@@ -453,8 +458,8 @@ class Module:
         """
         homes = {id(parameter.home): parameter.home for parameter in self.parameters()}
         if len(homes) != 1:
-            raise ValueError(f'params: expected one buffer, got {len(homes)}: part of the tree was used too early, '
-                             'or there are none; pass parameters() to the optimiser')
+            raise ValueError(f'params: expected one buffer, got {len(homes)}: part of the tree was used too early, or was '
+                             'lazy, or there are none; pass parameters() to the optimiser')
         return homes.popitem()[1]
 
     def build(self) -> Self:

@@ -1,6 +1,7 @@
 """Tensors and their tape: how gradients meet, what is kept and let go, what is refused, and how much it costs."""
 import copy
 import gc
+import os
 import pickle
 import threading
 import weakref
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from places import get, on_the_cpu, put, share_memory
 
 import pyops
-from pyops import backend, ndarray
+from pyops import backend, ndarray, nn
 from pyops import functional as F
 from pyops.autograd import Node, Tensor, apply, backward, enable_grad, grad, is_grad_enabled, no_grad
 from pyops.ops import GRU, LSTM, Dropout, Linear, Residual
@@ -815,3 +816,25 @@ def test_what_is_asked_of_an_op_of_two_inputs():
     apply(Watched, x, y).sum().backward()
     apply(Watched, y, x).sum().backward()
     assert asked == [[True, False], [False, True]] and Exp.__doc__
+
+
+@pytest.mark.skipif(not pyops.default_device().is_host, reason='memory on a GPU is not forked: run it with --on cpu')
+def test_shared_memory_is_changed_by_a_forked_process():
+    x, mask = Tensor([[1.0, 2.0], [3.0, 4.0]]), Tensor([True, False])
+    assert not x.is_shared() and x.share_memory_() is x and x.is_shared() and x.tolist() == [[1, 2], [3, 4]]
+    assert x[1].is_shared() and not (x * 2).is_shared() and Tensor(0.5).share_memory_().item() == 0.5
+    assert mask.share_memory_().dtype == bool and mask.tolist() == [True, False]
+    alone, child = Tensor([1.0, 2.0]), os.fork()
+    if not child:
+        x.numpy()[1, 0] = alone.numpy()[1] = 5
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert x.tolist() == [[1, 2], [5, 4]] and alone.tolist() == [1, 2]
+    with pytest.raises(TypeError, match='share_memory_: expected a Tensor, got a Parameter'):
+        nn.Parameter([1.0]).share_memory_()
+
+
+def test_constants_of_needle_share_the_array():
+    x = Tensor([1.0, 2.0], requires_grad=True)
+    y = Tensor.make_const(x.cached_data)
+    assert y.array is x.array and not y.requires_grad and y.is_leaf and Tensor.make_const(x, requires_grad=True).requires_grad

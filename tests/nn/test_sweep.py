@@ -10,7 +10,7 @@ from pyops.autograd import Tensor
 RNG = np.random.default_rng(20)
 ARRAYS = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in dict(
     x=(3, 4), y=(3, 4), z=(2, 3, 4), v=(4,), s=(4, 4), im=(2, 4, 7, 6), seq=(2, 4, 9), vol=(1, 2, 4, 5, 6),
-    tbc=(5, 2, 4)).items()}
+    tbc=(5, 2, 4), gr=(2, 3, 5, 2), gv=(1, 2, 3, 2, 3), th=(2, 2, 3), tv=(1, 3, 4), w3=(2, 3, 3, 2, 2)).items()}
 ARRAYS['p'] = np.abs(ARRAYS['x']) + np.float32(0.1)
 IDS = dict(i=np.array([[0, 2, 1], [2, 2, 0]]), k=np.array([2, 0, 1]), m=ARRAYS['x'] > 0.2)
 
@@ -86,6 +86,22 @@ F.kl_div(x,y.softmax(1).detach(),reduction='batchmean'); F.triplet_margin_loss(x
 F.hinge_embedding_loss(x,y.sign().detach()); F.margin_ranking_loss(x,y,p.sign().detach());
 F.cosine_embedding_loss(x,y,k.float().sign()*2-1); F.soft_margin_loss(x,y.sign().detach()); F.poisson_nll_loss(x,p.detach());
 F.gaussian_nll_loss(x,y,p); F.multi_margin_loss(x,k);
+F.grid_sample(im,gr,align_corners=True); F.grid_sample(im,gr*1.5,padding_mode='border',align_corners=False);
+F.grid_sample(im,gr*2,padding_mode='reflection',align_corners=False); F.grid_sample(im,gr,'nearest',align_corners=False);
+F.grid_sample(im,gr*2,padding_mode='reflection',align_corners=True); F.grid_sample(vol,gv,align_corners=False);
+F.affine_grid(th,(2,4,5,3),align_corners=False); F.affine_grid(th,(2,4,5,2),align_corners=True);
+F.affine_grid(tv,(1,2,3,4,2),align_corners=False); F.grid_sample(im,F.affine_grid(th,(2,4,5,3),False),align_corners=False);
+F.interpolate(im,size=(4,11),mode='bicubic',align_corners=False);
+F.interpolate(im,size=(9,1),mode='bicubic',align_corners=True);
+F.interpolate(vol,size=(3,7,4),mode='trilinear',align_corners=False); F.interpolate(vol,scale_factor=2);
+F.interpolate(im,scale_factor=1.7,mode='nearest-exact'); F.interpolate(vol,size=(3,2,4),mode='area');
+F.adaptive_avg_pool3d(vol,(3,2,4)); F.adaptive_avg_pool3d(vol,(None,5,3)); F.adaptive_max_pool3d(vol[0],(3,2,6));
+F.conv_transpose3d(vol,w3,v[:3]); F.conv_transpose3d(vol,w3,None,(2,1,3),(1,0,1),(1,0,2),2);
+F.conv_transpose3d(vol[0],w3,None,1,0,(1,0,0),1,2); F.lp_pool1d(seq,2,3,2); F.lp_pool2d(im.exp(),3.,2,ceil_mode=True);
+F.lp_pool3d(vol,2,2); F.rrelu(x); F.relu_(x*2)*x; F.elu_(x*2,.5)*x; F.celu_(x*2,alpha=.5)*x; F.selu_(x*2)*x;
+F.leaky_relu_(x*2,.2)*x; F.hardtanh_(x*2,-.3,.4)*x; F.threshold_(x*2,.1,.2)*x; F.rrelu_(x*2)*x; F.relu(x*2,inplace=True)*x;
+F.silu(x*2,True)*x; F.mish(x*2,True)*x; F.hardswish(x*2,inplace=True)*x; F.hardsigmoid(x*2,True)*x; F.relu6(x*9,True)*x;
+F.dropout(x*2,0.,True,True)*x;
 '''
 LAYERS = '''
 Linear(4,5)(x); Linear(4,5,bias=False)(z); Bilinear(4,4,3)(x,y); LayerNorm(4)(z); LayerNorm((3,4))(z); RMSNorm(4)(x);
@@ -107,6 +123,12 @@ Transformer(4,2,1,1,8,0.)(tbc,tbc);
 Sequential(Linear(4,5),ReLU(),Linear(5,2))(x);
 Sequential(Conv2d(4,2,3),BatchNorm2d(2),ReLU(),MaxPool2d(2),Flatten(),Linear(8,3))(im);
 Sequential(Linear(4,4),LayerNorm(4),GELU(),Softmax(1))(x); MaxPool2d(3,2,1)(im); AvgPool2d(2)(im); MaxPool3d(2)(vol);
+InstanceNorm3d(2,affine=True)(vol); AdaptiveAvgPool3d((3,2,4))(vol); AdaptiveMaxPool3d(2)(vol); LPPool1d(2,3)(seq);
+LPPool2d(2,(3,2))(im); LPPool3d(2,2)(vol); RReLU().eval()(im); ReplicationPad3d(1)(vol); ReflectionPad3d((1,2,3,1,0,1))(vol);
+CircularPad3d(2)(vol); ConstantPad3d((1,-1,0,2,1,1),3.)(vol); ZeroPad3d(1)(vol); ConvTranspose3d(2,4,2,2,bias=False)(vol);
+ConvTranspose3d(2,4,(3,2,2),stride=2,padding=1,output_padding=(1,0,1),groups=2)(vol); UpsamplingBilinear2d((5,9))(im);
+ConvTranspose3d(2,3,3,(2,1,1))(vol,output_size=[10,7,8]); FeatureAlphaDropout(.5).eval()(im);
+Upsample(scale_factor=2,mode='trilinear')(vol);
 Upsample(scale_factor=2)(im); Unfold(3)(im); PixelShuffle(2)(im); ReflectionPad2d(1)(im); LocalResponseNorm(2)(im);
 '''
 

@@ -410,8 +410,8 @@ def test_one_hot_finds_the_number_of_classes(torch):
             (lambda: F.pad(X, (1, 2), 0.5), ValueError, 'pad: mode: expected one of constant, .* pass value by name'),
             (lambda: F.pad(X, (4, 0), 'reflect'), ValueError, 'expected widths of at most 3 for axis 2'),
             (lambda: F.pad(X, (4, 0), 'circular', 1.0), ValueError, 'value: expected None with mode'),
-            (lambda: F.relu(X, True), ValueError, r'relu: inplace: expected False, got True: x is never changed; use x = relu'),
-            (lambda: F.dropout(X, inplace=True), ValueError, 'dropout: inplace: expected False'),
+            (lambda: F.relu(X, True), TypeError, 'inplace: expected a Tensor, which changes, got ndarray'),
+            (lambda: F.dropout(X, inplace=True), TypeError, 'inplace: expected a Tensor'),
             (lambda: F.layer_norm(X, normal(4), normal(4)), TypeError, 'layer_norm: normalized_shape: expected the sizes'),
             (lambda: F.layer_norm(X, 4, normal(3)), ValueError, r'weight: expected shape \(4,\), got \(3,\)'),
             (lambda: F.layer_norm(X, (4, 3)), ValueError, r'x: expected shape \(..., 4, 3\), got \(2, 3, 4\)'),
@@ -639,3 +639,46 @@ def test_gradients_are_cleared_with_the_argument_of_torch():
             assert (layer.weight.grad.numpy() != 0).any()
             clear(set_to_none=none)
             assert (layer.weight.grad.numpy() == 0).all()
+
+
+def test_functions_in_place_change_their_argument():
+    x = Tensor([[-1.0, 2.0], [3.0, -4.0]])
+    view = x[0]
+    assert F.relu_(x) is x and x.tolist() == [[0, 2], [3, 0]] and view.tolist() == [0, 2]
+    assert F.leaky_relu_(x.neg_(), negative_slope=0.5) is x and x.tolist() == [[0, -1], [-1.5, 0]]
+    assert F.dropout(x, 1.0, inplace=True) is x and F.hardtanh(x, 1, 2, inplace=True).tolist() == [[1, 1], [1, 1]]
+    with pytest.raises(RuntimeError, match='in-place change of a leaf'):
+        F.elu_(Tensor([1.0], requires_grad=True))
+    with pytest.raises(TypeError, match='inplace: expected a Tensor, which changes, got list'):
+        F.relu_([1.0])
+
+
+def test_slopes_of_rrelu_are_drawn_in_training():
+    layer, x = nn.RReLU(0.1, 0.2), Tensor(np.full(500, -1.0, np.float32), requires_grad=True)
+    pyops.seed(3)
+    y = layer(x)
+    y.sum().backward()
+    assert (y.numpy() <= -0.1).all() and (y.numpy() > -0.2).all() and y.numpy().std() > 0.02
+    assert (x.grad.numpy() == -y.numpy()).all() and abs(layer.eval()(x).numpy() + 0.15).max() < 1e-7
+    drawn = [F.rrelu(x, training=True, generator=np.random.default_rng(4)).numpy() for _ in range(2)]
+    assert (drawn[0] == drawn[1]).all()
+
+
+def test_sparse_and_dirac_initial_values(torch):
+    w = nn.init.sparse_(Tensor(np.ones((10, 40))), 0.25, 2.0, generator=np.random.default_rng(0)).numpy()
+    assert ((w == 0).sum(0) == 3).all() and 1.7 < w[w != 0].std() < 2.3
+    for shape, groups in (((4, 2, 3), 1), ((6, 3, 3, 2), 2), ((4, 4, 2, 3, 3), 1)):
+        want = torch.nn.init.dirac_(torch.empty(shape), groups)
+        assert (nn.init.dirac_(Tensor(np.ones(shape)), groups).numpy() == want.numpy()).all()
+    for call, text in ((lambda: nn.init.sparse_(Tensor([1.0]), 0.1), 'sparse_: expected a matrix'),
+                       (lambda: nn.init.sparse_(Tensor([[1.0]]), 2), 'sparsity: expected 0 to 1, got 2'),
+                       (lambda: nn.init.dirac_(Tensor([[1.0]])), 'dirac_: expected filters'),
+                       (lambda: F.grid_sample(X, X), 'grid_sample: expected x'),
+                       (lambda: F.grid_sample(normal(1, 1, 2, 2), normal(1, 1, 1, 2), 'bicubic'), 'mode: expected one of bil'),
+                       (lambda: F.affine_grid(normal(1, 3, 3), (1, 1, 2, 2)), 'affine_grid: expected size'),
+                       (lambda: F.conv_transpose3d(X, X), 'conv_transpose3d: expected x'),
+                       (lambda: F.conv_transpose3d(normal(1, 1, 2, 2, 2), normal(1, 1, 1, 1, 1), output_padding=1), 'depth'),
+                       (lambda: F.adaptive_avg_pool3d(X, 2), 'adaptive_avg_pool3d: expected x'),
+                       (lambda: nn.ConvTranspose3d(1, 1, 1, padding='same'), "expected ints, got 'same'")):
+        with pytest.raises(ValueError, match=text):
+            call()
