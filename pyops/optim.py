@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import itertools
 import math
 import numbers
 import sys
+import types
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -21,8 +23,10 @@ import numpy as np
 from pyops import backend, lbfgs, ndarray, schedules
 from pyops.backend import library, state
 from pyops.backend.kernels import Kernel, declare
+from pyops.hooks import Hook
 from pyops.params import Parameters
 from pyops.schedules import (  # noqa: F401  names of this module
+    SWALR,
     ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
@@ -49,6 +53,18 @@ if TYPE_CHECKING:
 
 # PyTorch's name, also for `from pyops.optim.lr_scheduler import StepLR`
 lr_scheduler = sys.modules[f'{__name__}.lr_scheduler'] = schedules
+
+
+class _Later(types.ModuleType):
+    """pyops.optim.swa_utils: the names of pyops.nn.averages, a module of models, imported on first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):
+            raise AttributeError(name)
+        return getattr(importlib.import_module('pyops.nn.averages'), name)
+
+
+swa_utils = sys.modules[f'{__name__}.swa_utils'] = _Later(f'{__name__}.swa_utils')
 
 
 class Entry(NamedTuple):
@@ -135,6 +151,24 @@ def _number(array: Array) -> float:
     return float(str(backend.get(array).reshape(())[()]))
 
 
+def _with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate Optimizer.step: call the hooks that register_step_pre_hook and register_step_post_hook registered."""
+    @functools.wraps(step)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        if args[0]._step_hooks is None:
+            return step(*args, **named)
+        before, after = args[0]._step_hooks
+        for hook in list(before.values()):
+            changed = hook(args[0], args, named)
+            if changed is not None:
+                args, named = changed
+        result = step(*args, **named)
+        for hook in list(after.values()):
+            hook(args[0], args, named)
+        return result
+    return wrapper
+
+
 class Optimizer:
     """Base class.  Learning rate, step count and gradient norm are arrays of one element, so that kernels can read them.
 
@@ -148,6 +182,7 @@ class Optimizer:
     maximize: step in the other direction.  foreach, fused, capturable, differentiable: accepted as in PyTorch, without effect.
     """
     maximize = False
+    _step_hooks: tuple[dict[int, Any], dict[int, Any]] | None = None        # before and after a step
     MOMENTS: tuple[str, ...] = ()       # state per parameter: the names of its buffers in Parameters
     settings: tuple[str, ...] = ('weight_decay',)       # attributes that a parameter group may override, besides lr
     _update: Callable[..., None]        # a subclass updates one unit: (unit, group, norm or None, *moments)
@@ -274,6 +309,7 @@ class Optimizer:
         for group in self.param_groups:
             group.rate[...] = value
 
+    @_with_hooks
     def step(self, closure: Callable[[], Any] | None = None, *, entry: Entry | None = None) -> Any:
         """Update all parameters once.  If ranks share the moments (pyops.distributed.shard), each updates its share and gets
         the others.   closure: called first, to compute the gradients; its result, the loss, is returned
@@ -297,6 +333,20 @@ class Optimizer:
         for tensor in self._tensors:
             tensor.array.buffer.version += 1            # backward detects that saved values have changed
         return loss
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Hook:
+        """Call hook(optimizer, args, kwargs) before each step; args has the optimizer, then the arguments of step.  What it
+        returns, unless None, replaces (args, kwargs).  Return a Hook, whose remove() ends this.  A replayed plan calls none."""
+        return Hook(self._all_hooks()[0], hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Hook:
+        """Call hook(optimizer, args, kwargs) after each step.  Otherwise as register_step_pre_hook."""
+        return Hook(self._all_hooks()[1], hook)
+
+    def _all_hooks(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        if self._step_hooks is None:
+            self._step_hooks = {}, {}
+        return self._step_hooks
 
     def _launch(self, entry: Entry | None = None) -> None:
         """Launch the kernels of a step."""
@@ -359,8 +409,8 @@ class Optimizer:
         self._recorded = key, calls, launches
 
     def __getstate__(self) -> dict[str, Any]:
-        """Support copy: recorded calls refer to this optimizer's memory."""
-        return vars(self) | {'_recorded': None}
+        """Support copy: recorded calls refer to this optimizer's memory, and hooks are this optimizer's, as in PyTorch."""
+        return vars(self) | {'_recorded': None, '_step_hooks': None}
 
     def __copy__(self) -> Self:
         """Return an optimizer of the same arrays."""
@@ -467,8 +517,29 @@ class Optimizer:
         return dict(lr=self.rate, step=self.count, norm=self.norm, norm_work=self._work) | self._own | average | histories
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of everything that a later optimizer needs to continue: the number of steps, the moments, the settings
-        of each group, and, if there are any, the average of the parameters and the amax histories."""
+        """Return copies of everything that a later optimizer needs to continue.
+
+        For an optimizer of Tensors, in PyTorch's form: 'state' has for the number of each Tensor the number of steps and its
+        moments by PyTorch's names, NDArrays, and is empty before the first step; 'param_groups' has the settings of each group,
+        and the numbers of its Tensors as 'params'.  For one of a Parameters: 'step', 'state' with flat moments and, if there
+        are any, the average of the parameters and the amax histories, and 'param_groups'.
+        """
+        if self.params is not None:
+            return self._flat_state()
+        number, groups = itertools.count(), []
+        for group in self.param_groups:
+            settings = group.settings()
+            if 'beta1' in settings:
+                settings['betas'] = settings.pop('beta1'), settings.pop('beta2')
+            if group.initial_lr is not None:
+                settings['initial_lr'] = group.initial_lr
+            groups.append({**settings, 'params': [next(number) for _ in group.tensors or ()]})
+        state = {i: {name: value.copy() if isinstance(value, ndarray.NDArray) else value for name, value in one.items()}
+                 for i, one in enumerate(self.state.values())}
+        return {'state': state, 'param_groups': groups}
+
+    def _flat_state(self) -> dict[str, Any]:
+        """Return copies of the step, the moments of each unit, and the settings of each group."""
         moments = {f'{name}.{i}': np.array(backend.get(moment)) for i, (_, moments) in enumerate(self._units)
                    for name, moment in zip(self.MOMENTS, moments, strict=True)}
         average = {} if self.average is None else {'average': np.array(backend.get(self.average))}
@@ -477,8 +548,13 @@ class Optimizer:
                 'param_groups': [group.settings() for group in self.param_groups]}
 
     def _from_torch(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state of PyTorch's optimizer of the same class in the form of state_dict()."""
-        mine, found, numbers = Optimizer.state_dict(self), state['state'], itertools.count()
+        """Return a state in PyTorch's form in the form of _flat_state()."""
+        mine, found, numbers = self._flat_state(), state['state'], itertools.count()
+        sizes = [[len(group['params']) for group in groups] for groups in (state['param_groups'], self.param_groups)
+                 if all(group.get('params') is not None for group in groups)]
+        if len(sizes) == 2 and sum(sizes[0]) != sum(sizes[1]):
+            raise ValueError(f'{type(self).__name__}: load_state_dict: expected groups of {sizes[1]} Tensors, got {sizes[0]}; '
+                             'the parameters differ')
         steps = {int(np.asarray(one['step'])) for one in found.values() if 'step' in one}
         if len(steps) > 1:
             raise ValueError(f'{type(self).__name__}: load_state_dict: expected one number of steps, got {sorted(steps)}')
@@ -498,12 +574,12 @@ class Optimizer:
         return {**mine, 'step': step, 'param_groups': groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state from state_dict(), or from PyTorch's optimizer of the same class over the same parameters: all of it or,
-        if a name or a shape differs, none."""
+        """Copy a state from state_dict(), also in its earlier form of flat moments, or from PyTorch's optimizer of the same
+        class over the same parameters: all of it or, if a name or a shape differs, none."""
         if any(isinstance(key, int) for key in state['state']) or \
                 state['param_groups'] and 'params' in state['param_groups'][0]:
             state = self._from_torch(state)
-        mine = Optimizer.state_dict(self)
+        mine = self._flat_state()
         given, groups = state['state'], state['param_groups']
         if set(given) != set(mine['state']) or len(groups) != len(self.param_groups):
             raise ValueError(f'{type(self).__name__}: load_state_dict: expected {sorted(mine["state"])} and '
@@ -540,7 +616,7 @@ TORCH_MOMENTS = {
 # attributes that __init__ derives from the Tensors, or that are state
 _OF_THIS_OPTIMIZER = frozenset((
     'rate param_groups count norm params histories average decay _units _own _tensors _together _homes _groups _pending _work '
-    '_work_of_share _norms _recorded _parts').split())
+    '_work_of_share _norms _recorded _parts _step_hooks').split())
 
 
 def _restored(kind: type[Optimizer], settings: dict[str, Any], groups: Sequence[Any], moments: Sequence[Any],
@@ -1089,6 +1165,7 @@ class LBFGS(Optimizer):
         else:
             super()._check_setting(name, value)
 
+    @_with_hooks
     def step(self, closure: Callable[[], Any] | None = None, *, entry: Entry | None = None) -> Any:
         """Make up to max_iter steps, and return the first loss.   entry: None"""
         if closure is None or entry is not None:
@@ -1158,7 +1235,7 @@ class LBFGS(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the kept differences, the last step, the settings and the number of steps."""
-        return {**super().state_dict(), 'state': copy.deepcopy({
+        return {**self._flat_state(), 'state': copy.deepcopy({
             'memory': vars(self._memory), 'last': self._last, 'func_evals': self._evaluations})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

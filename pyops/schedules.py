@@ -411,3 +411,38 @@ class ReduceLROnPlateau(_Steps):
 
 
 LRScheduler = Schedule          # PyTorch's name of the base class
+
+
+class SWALR(_Steps):
+    """The rate moves from its present value to swa_lr within anneal_epochs steps, for averaged weights (Izmailov et al. 2018,
+    arXiv:1803.05407).
+
+    swa_lr: a number, or a list with one for each parameter group.  anneal_strategy: 'cos' or 'linear'
+    """
+
+    def __init__(self, optimizer: Any, swa_lr: float | Sequence[float], anneal_epochs: int = 10, anneal_strategy: str = 'cos',
+                 last_epoch: int = -1) -> None:
+        groups = optimizer.param_groups
+        if anneal_strategy not in ('cos', 'linear'):
+            raise ValueError(f"SWALR: anneal_strategy: expected 'cos' or 'linear', got {anneal_strategy!r}")
+        if not isinstance(anneal_epochs, int) or anneal_epochs < 0:
+            raise ValueError(f'SWALR: anneal_epochs: expected a whole number of at least 0, got {anneal_epochs}')
+        self.swa_lrs = list(swa_lr) if isinstance(swa_lr, list | tuple) else [swa_lr] * len(groups)
+        if len(self.swa_lrs) != len(groups):
+            raise ValueError(f'SWALR: swa_lr: expected one number, or {len(groups)}, one for each group, got {swa_lr}')
+        self.optimizer, self.last_epoch = optimizer, last_epoch + 1
+        self.anneal_epochs, self.anneal_strategy = anneal_epochs, anneal_strategy
+
+    def _share(self, step: int) -> float:
+        """Return the weight of swa_lr in step `step`."""
+        t = max(0.0, min(1.0, step / max(1, self.anneal_epochs)))
+        return t if self.anneal_strategy == 'linear' else (1 - math.cos(math.pi * t)) / 2
+
+    def step(self) -> None:
+        """Set the rates for the next step."""
+        self.last_epoch += 1
+        now = max(1, self.last_epoch) if self.anneal_epochs == 0 else self.last_epoch
+        before, share = self._share(now - 1), self._share(now)
+        for group, end in zip(self.optimizer.param_groups, self.swa_lrs, strict=True):
+            start = end if before == 1 else (group['lr'] - before * end) / (1 - before)
+            group['lr'] = end * share + start * (1 - share)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import mmap
 import numbers
@@ -17,6 +16,7 @@ from pyops.autograd.gradients import backward
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import Recorded, apply, as_array, wrap
 from pyops.errors import DtypeError, ShapeError
+from pyops.hooks import Hook
 from pyops.methods import accepts_torch_names, accepts_tuple, arrays_of, flipped_axes, normal_axes, numpy_dtype, several
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
@@ -37,21 +37,6 @@ def _remade(array: NDArray, requires_grad: bool, grad: Tensor | None) -> Tensor:
     tensor = Tensor(array, requires_grad)
     tensor.grad = grad
     return tensor
-
-
-_hook_numbers = itertools.count()
-
-
-class Hook:
-    """A registered hook of a tensor or a module; remove() ends its calls."""
-
-    def __init__(self, hooks: dict[int, Any], hook: Callable[..., Any]) -> None:
-        self._hooks, self._number = hooks, next(_hook_numbers)
-        hooks[self._number] = hook
-
-    def remove(self) -> None:
-        """Call the hook no more."""
-        self._hooks.pop(self._number, None)
 
 
 class Tensor(Recorded, TorchMethods):

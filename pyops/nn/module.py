@@ -19,9 +19,9 @@ import numpy as np
 from pyops import autograd, backend, ndarray
 from pyops.autograd import Tensor
 from pyops.autograd.tape import gradient_for
-from pyops.autograd.tensor import Hook
 from pyops.errors import DtypeError, ShapeError, StateError
 from pyops.functional import is_double
+from pyops.hooks import Hook
 from pyops.methods import DEVICE_NAMES, Methods, numpy_dtype
 from pyops.ndarray import NDArray
 from pyops.params import Parameters, Spec, generator, next_key

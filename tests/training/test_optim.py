@@ -4,10 +4,11 @@ import pickle
 
 import numpy as np
 import pytest
-from arrays import near
+from arrays import close, near
 from places import get, launch, of_threads, put
 from small_models import make_seq2seq, make_transformer, pairs
 
+import pyops
 from pyops import Tensor, backend, checkpoint, init, nn, optim
 from pyops.backend import library
 from pyops.fit import History
@@ -548,7 +549,7 @@ def test_an_optimiser_continues_from_its_state(torch, name):
         assert (x.numpy() == y.numpy()).all()
     with pytest.raises(ValueError, match=f'{kind.__name__}: load_state_dict: .*expected shape'):
         kind([{'params': leaves((2,))}, {'params': leaves((5,))}], **settings).load_state_dict(state)
-    with pytest.raises(ValueError, match=f'{kind.__name__}: load_state_dict: expected .* 1 parameter groups, got'):
+    with pytest.raises(ValueError, match=f'{kind.__name__}: load_state_dict: expected groups of .1. Tensors, got .1, 1.'):
         kind(leaves((2,)), **settings).load_state_dict(state)
 
 
@@ -687,7 +688,7 @@ def test_groups_are_added_and_a_step_calls_a_closure(torch):
     train(torch, ours, theirs, mine[:1], twins[:1], 1)
     for optimizer, tensors in ((ours, mine), (theirs, twins)):
         optimizer.add_param_group({'params': tensors[1], 'lr': 0.02, 'weight_decay': 0.1})
-    assert [group['lr'] for group in ours.param_groups] == [0.1, 0.02] and len(ours.state_dict()['state']) == 4
+    assert [group['lr'] for group in ours.param_groups] == [0.1, 0.02] and len(ours.state_dict()['state']) == 2
 
     def closure():
         ours.zero_grad()
@@ -754,3 +755,126 @@ def test_impossible_schedules_are_refused():
                               (lambda: optim.ExponentialLR(0.1, 0.9), TypeError, 'ExponentialLR: expected an optimizer, got')):
         with pytest.raises(error, match=text):
             make()
+
+
+# ---- states, hooks and averages as in PyTorch ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name, settings', [
+    ('Adam', dict(amsgrad=True)), ('SGD', dict(momentum=0.9)), ('SGD', {}), ('RMSprop', dict(momentum=0.5)), ('Adagrad', {}),
+    ('Adadelta', {}), ('Adamax', {}), ('Rprop', {})], ids=str)
+def test_states_have_the_form_of_torch(torch, name, settings):
+    mine = leaves((3, 4), (5,), (2,))
+    twins = [torch.tensor(x.numpy().astype('d'), requires_grad=True) for x in mine]
+    ours, theirs = (getattr(one, name)([{'params': tensors[:2]}, {'params': tensors[2:], 'lr': 0.02}], lr=0.1, **settings)
+                    for one, tensors in ((optim, mine), (torch.optim, twins)))
+    assert set(ours.state_dict()) == {'state', 'param_groups'} and not ours.state_dict()['state']
+    train(torch, ours, theirs, mine, twins, 3)
+    found, want = ours.state_dict(), theirs.state_dict()
+    assert [group['params'] for group in found['param_groups']] == [group['params'] for group in want['param_groups']]
+    for group, twin in zip(found['param_groups'], want['param_groups'], strict=True):
+        for key in group.keys() & twin.keys():
+            assert group[key] == twin[key], key
+    for i, moments in want['state'].items():
+        for key, moment in moments.items():
+            if moment is None or key == 'step':
+                assert key != 'step' or int(moment) == found['state'][i]['step']
+            elif key in found['state'][i]:
+                close(found['state'][i][key].numpy(), moment.numpy())
+        assert len(found['state'][i].keys() & moments.keys()) >= (name != 'SGD' or bool(settings))
+    second = getattr(optim, name)([{'params': mine[:2]}, {'params': mine[2:]}], lr=1.0, **settings)
+    second.load_state_dict(found)
+    assert second.param_groups[1]['lr'] == 0.02 and second.count[0] == 3
+    assert all((a.numpy() == b.numpy()).all() for one, other in zip(second.state.values(), ours.state.values(), strict=True)
+               for a, b in zip([*one.values()][1:], [*other.values()][1:], strict=True))
+    with pytest.raises(ValueError, match='expected groups of .1. Tensors, got .2, 1.; the parameters differ'):
+        getattr(optim, name)(mine[:1], lr=1.0, **settings).load_state_dict(found)
+
+
+def test_states_of_earlier_versions_are_loaded():
+    tensors = leaves((2,), (3,))
+    optimizer = optim.Adam(tensors, 0.1, (0.8, 0.9))
+    values = {'m.0': np.ones(2, np.float32), 'm.1': np.zeros(3, np.float32),
+              'v.0': np.full(2, 4, np.float32), 'v.1': np.full(3, 2, np.float32)}
+    optimizer.load_state_dict({'step': 7, 'state': values, 'param_groups': [
+        {'lr': 0.25, 'weight_decay': 0.5, 'beta1': 0.7, 'beta2': 0.99, 'eps': 1e-3}]})
+    assert optimizer.count[0] == 7 and optimizer.param_groups[0]['betas'] == (0.7, 0.99) and optimizer.lr == 0.25
+    assert optimizer.state[tensors[0]]['exp_avg'].tolist() == [1, 1]
+    assert optimizer.state_dict()['state'][1]['exp_avg_sq'].tolist() == [2, 2, 2]
+
+
+def test_hooks_are_called_around_a_step():
+    x, = leaves((2,))
+    optimizer, calls = optim.SGD([x], 0.5), []
+    before = optimizer.register_step_pre_hook(lambda *all: calls.append(('before', *all)))
+    optimizer.register_step_post_hook(lambda *all: calls.append(('after', x.tolist())))
+    x.grad = [1.0, 1.0]
+    start = x.tolist()
+    optimizer.step()
+    assert calls[0] == ('before', optimizer, (optimizer,), {}) and len(calls) == 2
+    assert calls[1][1] == [np.float32(a) - np.float32(0.5) for a in start]
+    before.remove()
+    assert optimizer.step(lambda: 3.0) == 3.0 and len(calls) == 3
+    optimizer.register_step_pre_hook(lambda optimizer, args, named: ((optimizer, lambda: 4.0), {}))
+    assert optimizer.step() == 4.0
+    other = copy.deepcopy((x, optimizer))[1]
+    other.step()
+    assert len(calls) == 4
+    lbfgs = optim.LBFGS([x])
+    lbfgs.register_step_post_hook(lambda *all: calls.append(all))
+    x.grad = [0.0, 0.0]
+    lbfgs.step(lambda: (x * x).sum())
+    assert len(calls) == 5
+
+
+def test_averages_of_models_are_torchs(torch):
+    import pyops.optim.swa_utils as ours
+    theirs = torch.optim.swa_utils
+    rng = np.random.default_rng(0)
+    batches = [rng.standard_normal((6, 4)).astype(np.float32) for _ in range(3)]
+    start = {'0.weight': rng.standard_normal((3, 4)), '0.bias': rng.standard_normal(3)}
+
+    def run(library, swa, tensor, **settings):
+        kinds = library.nn
+        model = kinds.Sequential(kinds.Linear(4, 3), kinds.BatchNorm1d(3))
+        model.load_state_dict({name: tensor(value) for name, value in start.items()}, strict=False)
+        averaged, optimizer = swa.AveragedModel(model, **settings), library.optim.SGD(model.parameters(), lr=0.5)
+        schedule, rates = swa.SWALR(optimizer, 0.1, 2, 'linear'), []
+        for x in batches:
+            optimizer.zero_grad()
+            ((model(tensor(x)) - 0.5) ** 3).mean().backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+            schedule.step()
+            rates.append(optimizer.param_groups[0]['lr'])
+        kept = [*averaged.parameters(), *averaged.buffers()]
+        kept = [np.array(one.detach().numpy()) for one in kept]
+        swa.update_bn([(tensor(x), 0) for x in batches], averaged)
+        return [*kept, *(np.array(one.numpy()) for one in averaged.module[1].buffers()), np.array(rates),
+                averaged.eval()(tensor(batches[0])).detach().numpy()]
+    for make in (lambda swa: {}, lambda swa: dict(use_buffers=True, multi_avg_fn=swa.get_ema_multi_avg_fn(0.9)),
+                 lambda swa: dict(avg_fn=swa.get_swa_avg_fn()), lambda swa: dict(avg_fn=swa.get_ema_avg_fn(0.5))):
+        found = run(pyops, ours, Tensor, **make(ours))
+        want = run(torch, theirs, lambda x: torch.tensor(x, dtype=torch.float32), **make(theirs))
+        for i, (one, other) in enumerate(zip(found, want, strict=True)):
+            if one.dtype.kind == 'f' or 'use_buffers' not in make(ours):        # PyTorch averages counts of batches, too
+                np.testing.assert_allclose(one, other, 2e-5, 2e-5, err_msg=str(i))
+
+
+def test_averages_are_refused_for_other_models_and_settings():
+    from pyops import nn
+    from pyops.optim import swa_utils
+    model, optimizer = nn.Linear(2, 2), optim.SGD(leaves((2,)), 0.1)
+    for call, text in (
+            (lambda: swa_utils.AveragedModel(model, avg_fn=max, multi_avg_fn=max), 'expected avg_fn or multi_avg_fn, got both'),
+            (lambda: swa_utils.AveragedModel(model).update_parameters(nn.Linear(3, 2)), 'got one of other shapes'),
+            (lambda: swa_utils.get_ema_multi_avg_fn(2), 'decay: expected 0 to 1, got 2'),
+            (lambda: swa_utils.SWALR(optimizer, 0.1, anneal_strategy='log'), "expected 'cos' or 'linear'"),
+            (lambda: swa_utils.SWALR(optimizer, 0.1, -1), 'anneal_epochs: expected a whole number'),
+            (lambda: swa_utils.SWALR(optimizer, [0.1, 0.2]), 'swa_lr: expected one number, or 1')):
+        with pytest.raises(ValueError, match=text):
+            call()
+    schedule = swa_utils.SWALR(optimizer, 0.5, 0)
+    schedule.step()
+    again = swa_utils.SWALR(optimizer, 0.2, 4)
+    again.load_state_dict(schedule.state_dict())
+    assert optimizer.lr == 0.5 and again.swa_lrs == [0.5] and again.last_epoch == 1
