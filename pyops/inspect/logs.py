@@ -236,7 +236,7 @@ class Logs:
         lengths = self.batch(entry).get('lengths') or {}
         for item in entry.mask:
             side, count = item['of'], entry.shape[item['batch']]
-            if len(lengths.get(side, ())) != count:
+            if side not in lengths or len(lengths[side]) != count:
                 raise LogError(f'{printable(entry.path)}: unknown padding: the manifest has no lengths of the {count} '
                                f'{printable(side)} sentences at step {entry.step}; save the tensor again')
         return padding(entry.shape, entry.mask, lengths, entry.time or 0)
