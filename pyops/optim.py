@@ -1133,6 +1133,13 @@ class Rprop(_Formula):
         values[...] = values - last.sign() * size
 
 
+class _Move(NamedTuple):
+    """A step of LBFGS.   gradient: before it"""
+    direction: np.ndarray
+    length: float
+    gradient: np.ndarray
+
+
 class LBFGS(Optimizer):
     """Steps along directions from an approximate second derivative (Liu and Nocedal 1989).  step(closure) computes the loss
     several times: closure clears the gradients, runs backward and returns the loss.
@@ -1155,7 +1162,7 @@ class LBFGS(Optimizer):
         for name in self.settings:
             self._check_setting(name, getattr(self, name))
         self._memory, self._evaluations = lbfgs.Memory(history_size), 0
-        self._last: Any = None              # direction, length and gradient of the last step
+        self._last: _Move | None = None
         self._apply_groups()
 
     def _check_setting(self, name: str, value: Any) -> None:
@@ -1171,44 +1178,50 @@ class LBFGS(Optimizer):
         if closure is None or entry is not None:
             raise TypeError('LBFGS: step: expected closure, a function that clears the gradients, runs backward and returns '
                             'the loss, and no entry')
-        group, last = self.param_groups[0], self._last
-
-        def evaluate(x: np.ndarray, direction: np.ndarray, length: float) -> lbfgs.Point:
-            self._write(x + length * direction)
-            return self._point(closure(), length, direction)
+        group = self.param_groups[0]
         first_loss = closure()
         now, evaluations = self._point(first_loss, 0.0, None), 1
         for left in range(int(group['max_iter']), 0, -1):
             if np.abs(now.gradient).max() <= group['tolerance_grad']:
                 break
             self.count += 1
-            if last is None:
-                direction, length = -now.gradient, min(1.0, 1.0 / float(np.abs(now.gradient).sum())) * group['lr']
-            else:
-                before, moved, gradient = last
-                self._memory.add(before * moved, now.gradient - gradient)
-                direction, length = self._memory.direction(now.gradient), group['lr']
-            slope = float(now.gradient @ direction)
-            last = direction, length, now.gradient
-            if slope > -group['tolerance_change']:
+            move = self._last = self._next_move(now.gradient)
+            start = now._replace(step=0.0, slope=float(now.gradient @ move.direction))
+            if start.slope > -group['tolerance_change']:
                 break
-            x, start = self._values(), now._replace(step=0.0, slope=slope)
-            if group['line_search_fn']:
-                now, tries = lbfgs.strong_wolfe(lambda t: evaluate(x, direction, t), start, length,     # noqa: B023
-                                                float(np.abs(direction).max()), int(group['max_eval']) - evaluations)
-                self._write(x + now.step * direction)
-            elif left > 1:
-                now, tries = evaluate(x, direction, length), 1
-            else:                                       # the loss there would decide nothing
-                self._write(x + length * direction)
-                now, tries = start._replace(step=length), 0
-            last, evaluations = (direction, now.step, start.gradient), evaluations + tries
-            moved = np.abs(direction * now.step).max()
+            now, tries = self._search(closure, start, move, left == 1, int(group['max_eval']) - evaluations)
+            self._last, evaluations = move._replace(length=now.step), evaluations + tries
+            moved = np.abs(move.direction * now.step).max()
             if evaluations >= group['max_eval'] or moved <= group['tolerance_change'] or \
                     abs(now.loss - start.loss) < group['tolerance_change']:
                 break
-        self._last, self._evaluations = last, self._evaluations + evaluations
+        self._evaluations += evaluations
         return first_loss
+
+    def _next_move(self, gradient: np.ndarray) -> _Move:
+        """Return the direction and the first length to try, and remember what the last move changed."""
+        lr = self.param_groups[0]['lr']
+        if self._last is None:
+            return _Move(-gradient, min(1.0, 1.0 / float(np.abs(gradient).sum())) * lr, gradient)
+        self._memory.add(self._last.direction * self._last.length, gradient - self._last.gradient)
+        return _Move(self._memory.direction(gradient), lr, gradient)
+
+    def _search(self, closure: Callable[[], Any], start: lbfgs.Point, move: _Move, is_last: bool,
+                most: int) -> tuple[lbfgs.Point, int]:
+        """Move the parameters, and return the point there and the number of losses computed, at most `most` by a search."""
+        x, direction, length = self._values(), move.direction, move.length
+
+        def evaluate(length: float) -> lbfgs.Point:
+            self._write(x + length * direction)
+            return self._point(closure(), length, direction)
+        if self.param_groups[0]['line_search_fn']:
+            end, tries = lbfgs.strong_wolfe(evaluate, start, length, float(np.abs(direction).max()), most)
+            self._write(x + end.step * direction)
+            return end, tries
+        if not is_last:
+            return evaluate(length), 1
+        self._write(x + length * direction)         # the loss there would decide nothing
+        return start._replace(step=length), 0
 
     def _point(self, loss: Any, step: float, direction: np.ndarray | None) -> lbfgs.Point:
         gradient = self._flat(lambda tensor: tensor.grad, lambda params: params.grads)
@@ -1243,7 +1256,7 @@ class LBFGS(Optimizer):
         given = copy.deepcopy(state['state'])
         super().load_state_dict({**state, 'state': {}})
         vars(self._memory).update(given['memory'])
-        self._last, self._evaluations = given['last'], given['func_evals']
+        self._last, self._evaluations = given['last'] and _Move(*given['last']), given['func_evals']
 
 
 # optimizers whose steps allocate nothing: the arguments of their kernels are the same in every step
