@@ -128,9 +128,8 @@ class _Command:
     def __init__(self, folder, path, compute, threads):
         self.file, self.flags = folder / f'window-{compute}.txt', ['-c', path, '--compute', compute]
         self.parser = serving_parser('transformer.translate')
-        args = self.parser.parse_args(self.flags)
-        self.translator = serving.open_translator(args, 'transformer')
-        self.start, self.settings, self.work = serving.start_of(args, self.translator), None, contextlib.ExitStack()
+        self.translator, self.start = serving.open_with_start(self.parser.parse_args(self.flags), 'transformer')
+        self.settings, self.work = None, contextlib.ExitStack()
 
     def __call__(self, lines, beam, batch, workers):
         if (beam, batch, workers) != self.settings:

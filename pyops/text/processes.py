@@ -11,23 +11,23 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import queue
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyops import backend, checkpoint
 from pyops.errors import UserError
 from pyops.flags import use_device
 from pyops.text.flags import PROCESSES
 from pyops.text.translator import About, Translator, of_checkpoint
+
+if TYPE_CHECKING:
+    import queue
+    from multiprocessing.connection import Connection
 
 _END = 10.0             # seconds that a process has to end
 _REMEDY = 'give fewer with --processes'
@@ -80,6 +80,9 @@ class Process:
         self._begin()
 
     def _begin(self) -> None:
+        import socket  # here, since a program for a few sentences starts no process
+        import subprocess
+        from multiprocessing.connection import Connection
         ours, theirs = socket.socketpair()
         # It imports what this process would.  -P: not also from the current folder.  process_group: the signals of a terminal
         # go to this process, which decides when the other one ends
@@ -133,6 +136,7 @@ class Process:
         return found
 
     def _ended(self) -> str:
+        import subprocess
         try:
             status = self._process.wait(_END)
         except subprocess.TimeoutExpired:                   # it closed the connection and hangs
@@ -170,6 +174,8 @@ def start_processes(start: Start, threads: Sequence[int]) -> list[Process]:
 
 def main(number: str) -> None:
     """Translate for the process at the other end of a connection, until it closes it.   number: of the descriptor"""
+    import queue
+    from multiprocessing.connection import Connection
     # A supervisor sends signals to all processes: the one that started this one decides when it ends.
     for name in signal.SIGINT, signal.SIGHUP, signal.SIGTERM:
         signal.signal(name, signal.SIG_IGN)

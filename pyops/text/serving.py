@@ -30,7 +30,7 @@ def translate(args, program):
     """Run `python -m PROGRAM.translate`: args are the flags of pyops.text.flags.serving_parser."""
     with _without_collections():
         use_device(args)
-        translator = open_translator(args, program)
+        translator, start = open_with_start(args, program)
     if args.max_len is not None and args.max_len > translator.num_steps:
         raise UserError(f'--max-len {args.max_len}: expected 1 to {translator.num_steps}, the length of sentences in training')
     if args.alignments and not translator.model.attends:
@@ -42,7 +42,7 @@ def translate(args, program):
         output = Output(translator, args)
         output.write(args.sentence)
         return output.finish()
-    run(args, translator, start_of(args, translator))
+    run(args, translator, start)
 
 
 @contextlib.contextmanager
@@ -64,8 +64,7 @@ def serve(args, program):
         raise UserError('--save-tensors: -e 0 serves and runs no training step whose tensors could be saved')
     if args.checkpoint is None:
         raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
-    translator = open_translator(args, program)
-    run(serving_parser(program).parse_args(['-c', '.', '--skip-bad']), translator, start_of(args, translator))
+    run(serving_parser(program).parse_args(['-c', '.', '--skip-bad']), *open_with_start(args, program))
 
 
 def open_translator(args, program):
@@ -73,26 +72,21 @@ def open_translator(args, program):
 
     UserError if it belongs to another program.
     """
-    from pyops import checkpoint
+    return open_with_start(args, program)[0]
+
+
+def open_with_start(args, program):
+    """Return open_translator(args, program), and the Start of other processes that translate alike."""
+    from pyops import checkpoint, quantization
+    from pyops.text.processes import Start
     from pyops.text.translator import of_checkpoint
     found = checkpoint.find(args.checkpoint, serving=True, parameters_only=True)
     checkpoint.check_program(found, program)
-    translator = of_checkpoint(found, _replaced(args, found.state))
+    replaced = quantization.resolve(args, found.state['settings']) | {'compute': getattr(args, 'compute', None)}
+    translator = of_checkpoint(found, replaced)
     if translator.rounding:
         print(translator.rounding, file=sys.stderr)
-    return translator
-
-
-def _replaced(args, state):
-    """Return the settings of a checkpoint that flags replace."""
-    from pyops import quantization
-    return quantization.resolve(args, state['settings']) | {'compute': getattr(args, 'compute', None)}
-
-
-def start_of(args, translator):
-    """Return the Start of other processes that translate like open_translator(args, ...)."""
-    from pyops.text.processes import Start
-    return Start.of(translator.path, _replaced(args, translator.state), args)
+    return translator, Start.of(found.path, replaced, args)
 
 
 def run(args, translator, start):
@@ -141,20 +135,6 @@ def divided(args, translator, start, output, task=None):
     from pyops.text.translator import texts_per_batch
     return Divided(translator, task or printed, (args,), output.print, texts_per_batch(args.batch_size, args.beam), start,
                    args.processes or default_number(), at_once=args.processes is not None)
-
-
-def _opened(path):
-    """Open a text file, which may be compressed with gzip, for read_windows."""
-    try:
-        file = open(path, 'rb')
-        if file.peek(2)[:2] == b'\x1f\x8b':
-            import gzip
-            return gzip.GzipFile(fileobj=file)
-        return file
-    except FileNotFoundError as error:
-        raise UserError(f'{path}: no such file; give a text, or - for standard input') from error
-    except OSError as error:
-        raise UserError(f'{path}: cannot be read ({error.strerror or error}); give another text') from error
 
 
 def read_windows(file, name, most, skip_bad=False):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from pids import has_ended, hold, threads, until
@@ -93,6 +94,13 @@ def test_a_process_ends_at_once_with_the_one_that_started_it(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     until(lambda: has_ended(number))
+
+
+@pytest.mark.parametrize('cores, is_host, expected', [(1, True, 1), (3, True, 3), (16, True, 4), (16, False, 1)])
+def test_there_is_a_process_for_each_thread_up_to_four_and_one_on_a_gpu(cores, is_host, expected, monkeypatch):
+    monkeypatch.setattr(backend, 'threads', lambda: cores)
+    monkeypatch.setattr(backend, 'current_device', lambda: SimpleNamespace(is_host=is_host))
+    assert processes.default_number() == expected
 
 
 @pytest.mark.parametrize('cores, number, expected', [(1, 1, [1]), (2, 2, [1, 1]), (6, 4, [2, 2, 1, 1]), (2, 3, [1, 1, 1])])

@@ -297,6 +297,11 @@ def start(folder, *flags, **streams):
                             process_group=0, **streams)
 
 
+def is_quiet(child):
+    """Whether a process printed nothing but progress on standard error: on a slow machine it does after 2 seconds."""
+    return all(line.startswith(b'translated [') for line in child.stderr.read().splitlines())
+
+
 @pytest.mark.parametrize('number', [1, 2])
 def test_each_line_is_answered_before_the_next_one_is_sent_and_ctrl_c_ends_with_status_130(number, folder):
     want = pyops.load(folder).translate(TEXTS)
@@ -308,7 +313,7 @@ def test_each_line_is_answered_before_the_next_one_is_sent_and_ctrl_c_ends_with_
         others = children(child.pid)
         assert len(others) == number - 1
         os.killpg(child.pid, signal.SIGINT)                     # as a terminal does
-        assert child.wait(60) == 130 and child.stderr.read() == b'' == child.stdout.read()
+        assert child.wait(60) == 130 and child.stdout.read() == b'' and is_quiet(child)
         until(lambda: all(map(has_ended, others)))
 
 
@@ -321,7 +326,7 @@ def test_a_reader_that_leaves_after_a_line_ends_it_quietly(number, folder, tmp_p
         others = children(child.pid)
         assert len(others) == number - 1
         child.stdout.close()
-        assert child.wait(120) == 141 and child.stderr.read() == b''
+        assert child.wait(120) == 141 and is_quiet(child)
         until(lambda: all(map(has_ended, others)))
 
 
