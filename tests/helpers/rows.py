@@ -103,7 +103,7 @@ class LinearOfSequencesRow(LinearRow):
 
 class HalfLinearRow(LinearOfSequencesRow):
     """All numbers are float16's, so rounding to that format changes none."""
-    name = 'linear-of-halves'
+    name = 'halves-linear'             # not rounded to bf16, unlike the products of other linear layers
 
     def build(self, size, rng):
         built = super().build(size, rng)
