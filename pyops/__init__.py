@@ -35,8 +35,8 @@ _FROM = {
 _DTYPES = {'bool': 'bool_', 'float': 'float32', 'double': 'float64', 'int': 'int32', 'long': 'int64'}
 # modules that `import pyops` alone makes available, imported on first use
 _MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', 'differences', 'distributed', 'fit',
-                      'formats', 'functional', 'init', 'ndarray', 'nn', 'ops', 'optim', 'params', 'plan', 'quantization',
-                      'steps', 'training', 'utils'))
+                      'formats', 'functional', 'init', 'linalg', 'ndarray', 'nn', 'ops', 'optim', 'params', 'plan',
+                      'quantization', 'steps', 'training', 'utils'))
 
 
 TYPE_CHECKING = False                   # typing's name, which type checkers take for True; importing typing takes time
@@ -109,7 +109,7 @@ def __getattr__(name):                  # without types: what it returns is Any
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     if name not in _FROM and name not in _MODULES:
         import pyops.names
-        if name in pyops.names.METHODS or name in pyops.names.FUNCTIONAL:
+        if name in pyops.names.METHODS | pyops.names.FUNCTIONAL or name[-1] == '_' and name[:-1] in pyops.names.IN_PLACE:
             import importlib
             return getattr(importlib.import_module('pyops.functional'), name)
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

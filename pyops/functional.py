@@ -21,7 +21,7 @@ from pyops.autograd.mode import is_interpreted
 from pyops.autograd.tape import as_scalar
 from pyops.autograd.tensor import concatenate, einsum, stack, where  # noqa: F401  functions of this module
 from pyops.methods import accepts_torch_names, arrays_of
-from pyops.names import ALIASES, METHODS
+from pyops.names import ALIASES, IN_PLACE, METHODS
 from pyops.ops import (
     GELU,
     GRU,
@@ -2034,7 +2034,7 @@ def cosine_similarity(a: Numbers, b: Numbers, axis: int = 1, eps: float = 1e-8) 
 
 # ---- functions that change their argument --------------------------------------------------------------------------------
 
-def _twin(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _twin(function: Any) -> Callable[..., Tensor]:
     @functools.wraps(function)
     def twin(x: Any, *args: Any, **named: Any) -> Tensor:
         return function(x, *args, **named, inplace=True)
@@ -2060,6 +2060,163 @@ def hstack(tensors: Sequence[Numbers]) -> Tensor:
 def vstack(tensors: Sequence[Numbers]) -> Tensor:
     """Join tensors along axis 0, vectors as rows."""
     return concatenate([x.reshape(1, -1) if x.ndim < 2 else x for x in map(tensor, tensors)])
+
+
+row_stack = vstack
+
+
+def dstack(tensors: Sequence[Numbers]) -> Tensor:
+    """Join tensors along axis 2, after atleast_3d."""
+    return concatenate([atleast_3d(x) for x in tensors], 2)
+
+
+def _each(function: Callable[[Any], Tensor], given: tuple[Any, ...]) -> Any:
+    """Return a function of one tensor, or a tuple of those of several, also given as a list."""
+    if len(given) == 1 and not isinstance(given[0], tuple | list):
+        return function(given[0])
+    return tuple(map(function, given[0] if len(given) == 1 else given))
+
+
+def atleast_1d(*tensors: Any) -> Any:
+    """Return a number as a vector of one element, anything else unchanged; a tuple of several."""
+    return _each(lambda x: tensor(x).reshape(1) if not tensor(x).ndim else tensor(x), tensors)
+
+
+def atleast_2d(*tensors: Any) -> Any:
+    """Return tensors with leading axes of size 1 up to 2."""
+    return _each(lambda x: tensor(x).reshape(1, -1) if tensor(x).ndim < 2 else tensor(x), tensors)
+
+
+def atleast_3d(*tensors: Any) -> Any:
+    """Return tensors with at least 3 axes: (n,) as (1, n, 1), (m, n) as (m, n, 1)."""
+    return _each(lambda x: atleast_2d(x).unsqueeze(-1) if tensor(x).ndim < 3 else tensor(x), tensors)
+
+
+def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
+    """Return the tensors in their common shape."""
+    given = [tensor(x) for x in arrays_of(tensors)]
+    shape = ndarray.broadcast_shape(*(x.shape for x in given))
+    return tuple(x.broadcast_to(shape) for x in given)
+
+
+def broadcast_shapes(*shapes: Any) -> tuple[int, ...]:
+    """Return the shape to which all these broadcast."""
+    return ndarray.broadcast_shape(*(tuple(one) if isinstance(one, tuple | list) else (one,) for one in shapes))
+
+
+def block_diag(*tensors: Any) -> Tensor:
+    """Return a matrix of zeros with these matrices along its diagonal; vectors are rows."""
+    given = [atleast_2d(x) for x in arrays_of(tensors)]
+    widths = [0, *itertools.accumulate(x.shape[1] for x in given)]
+    return concatenate([x.pad(((0, 0), (before, widths[-1] - before - x.shape[1]))) for x, before in
+                        zip(given, widths, strict=False)])
+
+
+def cartesian_prod(*vectors: Any) -> Tensor:
+    """Return all combinations of one element of each vector as rows, the last element changing fastest."""
+    given = arrays_of(vectors)
+    return tensor(given[0]) if len(given) == 1 else stack([x.reshape(-1) for x in meshgrid(*given)], -1)
+
+
+def combinations(x: Numbers, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """Return all combinations of r elements of a vector as rows."""
+    x, choose = tensor(x), itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    return x[np.array([*choose(range(x.size), r)], np.int64).reshape(-1, r)]
+
+
+def tril_indices(row: int, col: int, offset: int = 0) -> Tensor:
+    """Return the int32 rows and columns (2, n) of the elements of a matrix on diagonal `offset` and below."""
+    return Tensor(np.stack(np.tril_indices(row, offset, col)).astype(np.int32))
+
+
+def triu_indices(row: int, col: int, offset: int = 0) -> Tensor:
+    """Return the int32 rows and columns (2, n) of the elements of a matrix on diagonal `offset` and above."""
+    return Tensor(np.stack(np.triu_indices(row, offset, col)).astype(np.int32))
+
+
+def vander(x: Numbers, N: int | None = None, increasing: bool = False) -> Tensor:
+    """Return the powers of a vector as columns, the highest first; N: their number, None: as many as elements."""
+    x = tensor(x)
+    powers = range(x.size if N is None else N)
+    return stack([x ** n if n else x * 0 + 1 for n in (powers if increasing else reversed(powers))], -1)
+
+
+def chain_matmul(*matrices: Any) -> Tensor:
+    """Return the product of several matrices."""
+    return functools.reduce(lambda a, b: a @ b, [tensor(x) for x in arrays_of(matrices)])
+
+
+def cdist(x1: Numbers, x2: Numbers, p: float = 2.0) -> Tensor:
+    """Return the p-norms of the differences of all pairs of rows: x1 (..., P, M), x2 (..., R, M) -> (..., P, R)."""
+    return norm(tensor(x1).unsqueeze(-2) - tensor(x2).unsqueeze(-3), p, -1)
+
+
+def pdist(x: Numbers, p: float = 2.0) -> Tensor:
+    """Return the p-norms of the differences of the pairs of different rows of x (N, M): (N (N - 1) / 2,)."""
+    x = tensor(x)
+    rows, others = np.triu_indices(x.shape[0], 1)
+    return norm(x[rows] - x[others], p, -1)
+
+
+def trapezoid(y: Numbers, x: Numbers | None = None, *, dx: float = 1.0, axis: int = -1) -> Tensor:
+    """Return the integral of y along an axis by the trapezoidal rule, for points x, or a distance dx."""
+    return _trapezoids(y, x, dx, axis).sum(axis)
+
+
+trapz = trapezoid
+
+
+def cumulative_trapezoid(y: Numbers, x: Numbers | None = None, *, dx: float = 1.0, axis: int = -1) -> Tensor:
+    """Return the integrals of trapezoid up to the second, third, ... point."""
+    return _trapezoids(y, x, dx, axis).cumsum(axis)
+
+
+def _trapezoids(y: Numbers, x: Numbers | None, dx: float, axis: int) -> Tensor:
+    y = tensor(y)
+    d, = normal_axes(axis, y.ndim)
+    after, before = (y[(slice(None),) * d + (part,)] for part in (slice(1, None), slice(None, -1)))
+    if x is None:
+        return (after + before) * (dx / 2)
+    steps = tensor(x).diff(axis=-1 if np.ndim(x) == 1 else d)               # type: ignore[arg-type]
+    if steps.ndim == 1:
+        steps = steps.reshape(-1, *[1] * (y.ndim - 1 - d))
+    return (after + before) * steps / 2
+
+
+def searchsorted(sorted_sequence: Numbers, values: Numbers, *, right: bool = False, side: str | None = None) -> Tensor:
+    """Return the int32 positions in sorted rows before which values keep the order; right, or side='right': after equal ones.
+
+    sorted_sequence (n,) for all values, or (..., n) with values (..., m)
+    """
+    rows, given = (np.asarray(tensor(one).numpy()) for one in (sorted_sequence, values))
+    side = side or ('right' if right else 'left')
+    if rows.ndim == 1:
+        return Tensor(np.searchsorted(rows, given, side).astype(np.int32))              # type: ignore[call-overload]
+    if rows.shape[:-1] != given.shape[:-1]:
+        raise ValueError(f'searchsorted: expected values {rows.shape[:-1]} + (m,), got {given.shape}')
+    found = [np.searchsorted(row, one, side) for row, one in zip(                       # type: ignore[call-overload]
+        rows.reshape(-1, rows.shape[-1]), given.reshape(-1, given.shape[-1]), strict=True)]
+    return Tensor(np.array(found, np.int32).reshape(given.shape))
+
+
+def bucketize(x: Numbers, boundaries: Numbers, *, right: bool = False) -> Tensor:
+    """Return for each element the int32 number of boundaries below it; right: of those not above it."""
+    return searchsorted(boundaries, x, right=right)
+
+
+def isin(elements: Numbers, test_elements: Numbers, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+    """Return the mask of the elements that are among test_elements; invert: that are not.  assume_unique: without effect"""
+    return Tensor(np.isin(tensor(elements).numpy(), tensor(test_elements).numpy(), invert=invert))
+
+
+def is_tensor(x: Any) -> bool:
+    """Return whether x is a Tensor."""
+    return isinstance(x, Tensor)
+
+
+def scalar_tensor(value: float) -> Tensor:
+    """Return a number as a Tensor of shape ()."""
+    return Tensor(value)
 
 
 def column_stack(tensors: Sequence[Numbers]) -> Tensor:
@@ -2094,6 +2251,11 @@ def tensordot(a: Numbers, b: Numbers, dims: Any = 2) -> Tensor:
     return product.reshape(shape)
 
 
+def std_mean(x: Numbers, axis: Axis = None, keepdims: bool = False, correction: int = 1) -> tuple[Tensor, Tensor]:
+    """Return std(x) and mean(x)."""
+    return std(x, axis, keepdims, correction), mean(x, axis, keepdims)
+
+
 def var_mean(x: Numbers, axis: Axis = None, keepdims: bool = False, correction: int = 1) -> tuple[Tensor, Tensor]:
     """Return var(x) and mean(x)."""
     return var(x, axis, keepdims, correction), mean(x, axis, keepdims)
@@ -2119,8 +2281,8 @@ def median(x: Numbers, axis: int | None = None, keepdims: bool = False) -> Any:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Return the function of a method: add(x, y) is x.add(y)."""
-    if name not in METHODS and name not in ALIASES:
+    """Return the function of a method: add(x, y) is x.add(y), and add_(x, y) is x.add_(y)."""
+    if name not in METHODS and name not in ALIASES and (name[-1:] != '_' or name[:-1] not in IN_PLACE):
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     return function_of(Tensor, ALIASES.get(name, name), tensor)
 

@@ -28,6 +28,7 @@ from pyops.backend.numpy_device import Numpy
 from pyops.backend.recorded import recorded
 from pyops.environment import backend_name
 from pyops.errors import ShapeError, UserError
+from pyops.further_methods import FurtherMethods
 from pyops.methods import (
     DEVICE_NAMES,
     Methods,
@@ -42,7 +43,7 @@ from pyops.methods import (
     softmax_axes,
 )
 from pyops.names import ALIASES, METHODS, NUMPYS
-from pyops.torch_methods import TorchMethods, check_stored, function_of
+from pyops.torch_methods import check_stored, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -261,7 +262,7 @@ def _view(x: NDArray, offset: int, shape: Shape, strides: Shape) -> NDArray:
 
 # ---- the array -------------------------------------------------------------------------------------------------------
 
-class NDArray(Array, TorchMethods):
+class NDArray(Array, FurtherMethods):
     """An array: a Buffer, and shape, strides and offset in elements.  Create one with array, empty, zeros, from_numpy, ..."""
 
     __slots__ = ()

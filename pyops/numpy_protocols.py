@@ -36,9 +36,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     'invert': operator.invert, 'maximum': lambda a, b: a.maximum(b), 'minimum': lambda a, b: a.minimum(b),
     'logical_and': lambda a, b: (a != 0) & (b != 0), 'logical_or': lambda a, b: (a != 0) | (b != 0),
     'logical_xor': lambda a, b: (a != 0) ^ (b != 0), 'logical_not': lambda x: x == 0, 'isinf': lambda x: abs(x) == np.inf,
-    **{name: _method_of_two(name) for name in ('fmod', 'hypot', 'logaddexp', 'arctan2')},
+    **{name: _method_of_two(name) for name in ('fmod', 'hypot', 'logaddexp', 'logaddexp2', 'arctan2', 'copysign', 'fmax',
+                                               'fmin')},
     **{name: operator.methodcaller(name) for name in ('expm1', 'log2', 'log10', 'sinh', 'cosh', 'arctan', 'arcsin', 'arccos',
-                                                      'trunc')},
+                                                      'trunc', 'arcsinh', 'arccosh', 'arctanh', 'exp2', 'deg2rad', 'rad2deg')},
     **{name: operator.methodcaller(name) for name in ('exp', 'log', 'log1p', 'sqrt', 'tanh', 'sin', 'cos', 'tan', 'floor',
                                                       'ceil', 'square', 'reciprocal', 'sign', 'isnan', 'isfinite')}}
 # ufunc -> method for ufunc.reduce

@@ -11,6 +11,7 @@ import numpy as np
 
 from pyops.errors import ShapeError
 from pyops.methods import Methods, _index, _numpy, _plain, accepts_torch_names, as_axes, normal_axes, several
+from pyops.names import IN_PLACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,14 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from pyops.typing import Axis, Numbers, Shape
-
-# methods with a twin that changes the array: x.add_(y) is x[...] = x.add(y)
-IN_PLACE = (
-    'abs absolute acos add addcdiv addcmul addmm asin atan ceil clamp clamp_max clamp_min clip cos cosh cumprod cumsum div '
-    'divide eq erf exp expm1 float_power floor floor_divide fmod frac ge gt hypot index_add index_copy index_fill le lerp log '
-    'log10 log1p log2 logical_and logical_not logical_or logical_xor logit lt masked_fill mul multiply nan_to_num ne neg '
-    'negative pow reciprocal relu remainder round rsqrt scatter scatter_add sigmoid sign sin sinh sqrt square sub subtract tan '
-    'tanh tril triu true_divide trunc xlogy').split()
 
 
 class TorchMethods(Methods):

@@ -53,7 +53,9 @@ NOTES = {
     '//': 'without a gradient', '&': 'masks and int32', '|': 'masks and int32', '^': 'masks and int32', '~': 'masks and int32',
     'median': 'the mean of the middle two, as numpy; `F.median` the smaller of them, as PyTorch',
     'nonzero': 'an array per axis, as numpy; `F.nonzero` and `argwhere` one of rows, as PyTorch',
-    'unique': "numpy's arguments; without a gradient", 'erf': 'computed in float64, on the CPU only',
+    'unique': "numpy's arguments; without a gradient", 'mode': 'with int32 indices', 'inverse': 'computed in float64',
+    'copysign': 'the sign has no gradient', 'heaviside': 'without a gradient',
+    'searchsorted': "numpy's; `F.searchsorted` is PyTorch's", 'erf': 'computed in float64, on the CPU only',
     'floor_divide': 'without a gradient', 'trunc': 'without a gradient', 'bincount': 'without a gradient',
     'scatter': 'of equal places the last counts', 'float_power': 'float64; in place the dtype of x',
     'is_leaf': "a bool, as in PyTorch; needle's `x.is_leaf()` cannot be called",
@@ -93,34 +95,22 @@ def rows():
 
 # names that both classes lack -> what to write in their place; any other one has no counterpart
 REMEDIES = {
-    **dict.fromkeys(('unsqueeze_', 'squeeze_', 't_', 'transpose_', 'swapaxes_', 'swapdims_', 'resize_', 'resize', 'resize_as_'),
-                    'shapes do not change in place: `x = x.unsqueeze(0)`, `x.reshape(...)`'),
-    **dict.fromkeys(('bitwise_and', 'bitwise_or', 'bitwise_xor', 'bitwise_not'), 'the operators `&`, `|`, `^`, `~`'),
-    **dict.fromkeys(('bitwise_left_shift', 'bitwise_right_shift'), 'the operators `<<` and `>>`'),
+    **dict.fromkeys(('swapaxes_', 'swapdims_', 'resize_', 'resize', 'resize_as_'),
+                    '`x = x.reshape(...)`; of a Tensor `unsqueeze_`, `squeeze_`, `transpose_`, `t_`'),
     **dict.fromkeys(('byte', 'char', 'short'), 'dtypes are float32, float64, int32 and bool'),
-    **dict.fromkeys(('cuda', 'is_cuda', 'is_cpu', 'get_device', 'to_device'), "`x.to('cuda')`, `x.device`"),
-    **dict.fromkeys(('data_ptr', 'storage', 'untyped_storage', 'storage_offset', 'base', 'ctypes', 'flags', 'strides'),
-                    '`x.stride()`; of an NDArray also `buffer`, `offset`, `strides`'),
+    **dict.fromkeys(('is_cpu', 'to_device'), "`x.to('cuda')`, `x.device`"),
+    **dict.fromkeys(('storage', 'untyped_storage', 'storage_offset', 'base', 'ctypes', 'flags', 'strides'),
+                    '`x.stride()`, `x.data_ptr()`; of an NDArray also `buffer`, `offset`, `strides`'),
     **dict.fromkeys(('pin_memory', 'is_pinned'), 'not needed: copies to a GPU do not wait for it'),
     **dict.fromkeys(('real', 'imag', 'conj', 'conjugate', 'angle', 'adjoint', 'H', 'mH'),
         'there are no complex numbers; `x.mT`'),
-    **dict.fromkeys(('det', 'inverse', 'cholesky', 'qr', 'svd', 'slogdet', 'logdet', 'matrix_power', 'pinverse', 'lu_solve'),
-                    '`np.linalg` on `x.detach()`: without a gradient'),
-    **dict.fromkeys(('mode', 'nanmedian', 'nanquantile', 'histc', 'histogram', 'msort', 'partition',
-                     'argpartition', 'searchsorted', 'unique_consecutive'), '`x.sort()`, `x.topk()`, `x.median()`; numpy\'s '
-                    'function on `x.detach()`'),
-    **dict.fromkeys(('masked_scatter', 'index_put', 'put_', 'index_put_', 'masked_scatter_', 'slice_scatter', 'select_scatter'),
-                    '`y = x.clone(); y[index] = values`, with a gradient'),
-    **dict.fromkeys(('split_with_sizes', 'hsplit', 'vsplit', 'dsplit'), '`x.split(sizes, dim)`'),
-    **dict.fromkeys(('tobytes', 'tofile', 'dump', 'dumps', 'byteswap'), '`x.numpy().tobytes()`, `pickle`, `np.save`'),
-    **dict.fromkeys(('acosh', 'asinh', 'atanh', 'arccosh', 'arcsinh', 'arctanh'),
-        'logarithms: asinh is `(x + (x * x + 1).sqrt()).log()`'),
-    **dict.fromkeys(('erfc', 'exp2', 'deg2rad', 'rad2deg', 'sinc'), 'a formula: `1 - x.erf()`, `2 ** x`'),
-    **dict.fromkeys(('compress', 'choose', 'flat'), '`x[mask]`, `where`, `x.reshape(-1)`'),
-    **dict.fromkeys(('diag_embed', 'diagflat', 'fill_diagonal_'), '`x.unsqueeze(-1) * eye`, `x.reshape(-1).diag()`'),
-    **dict.fromkeys(('cov', 'corrcoef', 'kron', 'cross'), 'products: `x - x.mean(1, True)`, then `@`; `einsum`'),
-    'bernoulli': '`pyops.bernoulli(x)`', 'multinomial': '`pyops.multinomial(x, n)`', 'copysign': '`abs(x) * y.sign()`',
-    'retains_grad': '`x.retain_grad()`', 'rot90': '`x.transpose().flip(0)`'}
+    **dict.fromkeys(('cholesky', 'qr', 'svd', 'pinverse', 'lu_solve'), '`pyops.linalg` on `x.detach()`: without a gradient'),
+    **dict.fromkeys(('nanmedian', 'nanquantile', 'histogram', 'partition', 'argpartition'),
+                    '`x.sort()`, `x.topk()`, `x.median()`; numpy\'s function on `x.detach()`'),
+    **dict.fromkeys(('put_', 'masked_scatter_'), '`y = x.clone(); y[index] = values`, with a gradient'),
+    **dict.fromkeys(('tofile', 'dump', 'dumps', 'byteswap'), '`x.tobytes()`, `pickle`, `np.save`'),
+    **dict.fromkeys(('choose', 'flat'), '`where`, `x.reshape(-1)`'),
+    'multinomial': '`pyops.multinomial(x, n)`', 'retains_grad': '`x.retain_grad()`'}
 
 
 def missing():

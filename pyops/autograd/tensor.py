@@ -16,13 +16,14 @@ from pyops.autograd.gradients import backward
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import Recorded, apply, as_array, wrap
 from pyops.errors import DtypeError, ShapeError
+from pyops.further_methods import FurtherMethods
 from pyops.hooks import Hook
 from pyops.methods import accepts_torch_names, accepts_tuple, arrays_of, flipped_axes, normal_axes, numpy_dtype, several
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
 from pyops.ops.double import NormalCDF
 from pyops.params import random_generator
-from pyops.torch_methods import TorchMethods, check_stored
+from pyops.torch_methods import check_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ def _remade(array: NDArray, requires_grad: bool, grad: Tensor | None) -> Tensor:
     return tensor
 
 
-class Tensor(Recorded, TorchMethods):
+class Tensor(Recorded, FurtherMethods):
     """An NDArray that takes part in automatic differentiation.
 
     data            an NDArray, whose memory is shared, or numbers in numpy arrays or lists, which are copied
@@ -148,7 +149,7 @@ class Tensor(Recorded, TorchMethods):
             self.array = ndarray.from_numpy(memory, old.device)
             self.array[...] = old
             if old.is_mask:
-                self.array = self.array.bool()
+                self.array = self.array.astype(bool)
         return self
 
     def is_shared(self) -> bool:
@@ -439,6 +440,47 @@ class Tensor(Recorded, TorchMethods):
         largest that the dtype holds exactly."""
         low, high = (low, high) if high is not None else (0, low or (2**31 - 1 if self.dtype.kind == 'i' else 2**24))
         return self.copy_(random_generator(generator).integers(low, high, self.shape))
+
+    def exponential_(self, lambd: float = 1.0, generator: np.random.Generator | None = None) -> Self:
+        """Set the elements to numbers drawn from the exponential distribution with mean 1 / lambd."""
+        return self.copy_(random_generator(generator).exponential(1 / lambd, self.shape))
+
+    def geometric_(self, p: float, generator: np.random.Generator | None = None) -> Self:
+        """Set each element to the number of trials up to the first success, of probability p each."""
+        return self.copy_(random_generator(generator).geometric(p, self.shape))
+
+    def log_normal_(self, mean: float = 1.0, std: float = 2.0, generator: np.random.Generator | None = None) -> Self:
+        """Set the elements to e^y for y drawn from the normal distribution."""
+        return self.copy_(np.exp(mean + std * random_generator(generator).standard_normal(self.shape)))
+
+    def bernoulli(self, generator: np.random.Generator | None = None) -> Tensor:
+        """Return 1 with the probability in each element, else 0; it has no gradient."""
+        return self.detach().clone().bernoulli_(self.detach().numpy(), generator)
+
+    # PyTorch's changes of the shape; views keep theirs
+
+    def _reshaped(self, reshaped: Tensor) -> Self:
+        if self.origin is None and self.requires_grad and mode.grad:
+            raise RuntimeError(f'in-place change of a leaf of shape {self.shape} that requires a gradient; use no_grad()')
+        self.array, self.origin, self.requires_grad = reshaped.array, reshaped.origin, reshaped.requires_grad or (
+            self.requires_grad and self.origin is None)
+        return self
+
+    def unsqueeze_(self, dim: int) -> Self:
+        """Insert an axis of size 1, in place."""
+        return self._reshaped(self.unsqueeze(dim))
+
+    def squeeze_(self, dim: Axis = None) -> Self:
+        """Remove axes of size 1, in place."""
+        return self._reshaped(self.squeeze(dim))
+
+    def transpose_(self, dim0: int, dim1: int) -> Self:
+        """Exchange two axes, in place."""
+        return self._reshaped(self.swapaxes(dim0, dim1))
+
+    def t_(self) -> Self:
+        """Transpose a matrix, in place."""
+        return self._reshaped(self.t())
 
     def _replace(self, compute: Callable[[Tensor], Tensor], operands: tuple[Any, ...] = ()) -> Self:
         """Replace the elements by the elements of compute(self)."""

@@ -828,7 +828,8 @@ class ConvTranspose3d(Conv3d):
         more = self.output_padding
         if output_size is not None:
             more = _rest_of_size(x.shape[-3:], output_size, self)
-        return F.conv_transpose3d(x, self.weight, self.bias, self.stride, self.padding, more, self.groups, self.dilation)
+        settings: Any = self.stride, self.padding, more, self.groups, self.dilation
+        return F.conv_transpose3d(x, self.weight, self.bias, *settings)
 
 
 def _rest_of_size(sizes: Sequence[int], output_size: Sequence[int], layer: Any) -> tuple[int, ...]:

@@ -200,7 +200,8 @@ def test_bad_arguments_of_methods_are_one_line(make):
 @each_kind
 @pytest.mark.parametrize('name',
     ['expm1', 'log2', 'log10', 'sinh', 'cosh', 'arctan', 'arcsin', 'arccos', 'trunc', 'fmod', 'hypot',
-                                  'logaddexp', 'arctan2'])
+                                  'logaddexp', 'arctan2', 'arcsinh', 'arctanh', 'exp2', 'deg2rad', 'rad2deg', 'logaddexp2',
+                                  'copysign', 'fmax', 'fmin'])
 def test_ufuncs_of_numpy_run_as_these_methods(make, name):
     f, given = getattr(np, name), (P, P.copy()[::-1])[:getattr(np, name).nin]
     np.testing.assert_allclose(f(*map(make, given)).numpy(), f(*given), rtol=4e-6, atol=1e-6)
@@ -219,7 +220,17 @@ ARGUMENTS = {
     'pow': (2,), 'float_power': (2,), 'clamp': (0.2, 0.5), 'clip': (0.2, 0.5), 'clamp_min': (0.3,), 'clamp_max': (0.3,),
     'lerp': (Y, 0.3), 'addcmul': (Y, P), 'addcdiv': (Y, P), 'masked_fill': (M, 0.5), 'cumsum': (1,), 'cumprod': (1,),
     'index_add': (1, J, Y[:, :2]), 'index_copy': (1, J, Y[:, :2]), 'index_fill': (1, J, 0.5), 'scatter': (1, I, Y),
-    'scatter_add': (1, I, Y), 'addmm': (Y, np.ones((4, 4), np.float32))}
+    'scatter_add': (1, I, Y), 'addmm': (Y, np.ones((4, 4), np.float32)),
+    **dict.fromkeys(('arctan2', 'atan2', 'copysign', 'greater', 'greater_equal', 'heaviside', 'less', 'less_equal',
+                     'not_equal'), (Y,)),
+    **dict.fromkeys(('bitwise_and', 'bitwise_left_shift', 'bitwise_or', 'bitwise_right_shift', 'bitwise_xor'),
+                    (I[::-1].copy(),)),
+    'addbmm': (np.stack([X, Y]), np.ones((2, 4, 4), np.float32)), 'addr': (X[:, 0].copy(), V), 'masked_scatter': (M, Y),
+    'ldexp': (np.full((3, 4), 2, np.int32),), 'scatter_reduce': (1, I, Y, 'sum'), 'addmv': (X.T.copy(), X[:, 0].copy()),
+    'baddbmm': (np.ones((3, 4, 2), np.float32), np.ones((3, 2, 4), np.float32))}
+# what changes, if not P
+CHANGED = {'addmv': V, 'baddbmm': X[:, None].repeat(4, 1), 'bitwise_not': I,
+           **{name: I for name in ARGUMENTS if name.startswith('bitwise')}}
 
 
 @on_a_cpu
@@ -227,7 +238,8 @@ ARGUMENTS = {
 @pytest.mark.parametrize('name', IN_PLACE)
 def test_a_method_in_place_changes_the_array_and_its_views(make, name):
     given = ARGUMENTS.get(name, ())
-    x, want = make(P), torch.from_numpy(P.copy())
+    start = CHANGED.get(name, P)
+    x, want = make(start), torch.from_numpy(start.copy())
     row, same = x[0], x
     result = getattr(x, f'{name}_')(*(make(a) if isinstance(a, np.ndarray) else a for a in given))
     theirs = [torch.from_numpy(a.astype(np.int64) if a.dtype == np.int32 else a) if isinstance(a,
@@ -236,7 +248,7 @@ def test_a_method_in_place_changes_the_array_and_its_views(make, name):
         want = want ** 2                        # a float32 tensor cannot hold the float64 result in PyTorch
     else:
         getattr(want, f'{name}_')(*theirs)
-    assert result is same and x.dtype == np.float32
+    assert result is same and x.dtype == start.dtype
     near(x, want, 1e-5)
     near(row, want[0], 1e-5)
 
@@ -350,6 +362,9 @@ def test_every_axis_may_be_called_dim():
             'unflatten': dict(sizes=(3, 1)), 'scatter': dict(index=I, src=1.0), 'scatter_add': dict(index=I, src=Y[:2]),
             'index_add': dict(index=J, source=Y[:2]), 'index_copy': dict(index=J, source=Y[:2]),
             'index_fill': dict(index=J, value=1.0),
+            'cross': dict(other=X), 'split_with_sizes': dict(sizes=(1, 2)), 'compress': dict(condition=[1, 0, 1]),
+            'scatter_reduce': dict(index=I, src=Y[:2], reduce='sum'), 'select_scatter': dict(src=V, index=1),
+            'slice_scatter': dict(src=Y),
             'dilate': dict(dilation=1), 'undilate': dict(dilation=1), 'cosine_similarity': dict(b=Y)}
     for name in ('concatenate', 'cat', 'concat', 'stack'):
         more[name] = {}
@@ -412,3 +427,68 @@ def test_draws_follow_their_distributions():
     assert rows.dtype == np.int32 and rows.sort().tolist() == [[0, 1], [1, 2]]
     with pytest.raises(ValueError, match='multinomial: expected weights'):
         pyops.multinomial([1.0, 0.0], 2)
+
+
+def test_inverses_and_determinants_have_second_derivatives():
+    rng = np.random.default_rng(5)
+    a, b = (Tensor(rng.standard_normal(shape), requires_grad=True, dtype='float64') for shape in ((2, 3, 3), (2, 3, 2)))
+    for f in (pyops.inverse, pyops.det, lambda a: pyops.linalg.slogdet(a)[1], lambda a: a.matrix_power(-2)):
+        assert pyops.autograd.gradcheck(f, a) and pyops.autograd.gradgradcheck(f, a)
+    assert pyops.autograd.gradgradcheck(pyops.linalg.solve, (a, b))
+    singular = pyops.zeros(2, 2)
+    assert singular.det().item() == 0 and singular.slogdet()[1].item() == -np.inf
+    for call in (singular.inverse, lambda: singular.requires_grad_().det()):
+        with pytest.raises(np.linalg.LinAlgError, match='Singular matrix'):
+            call()
+    assert type(array(X[:, :3]).inverse()) is type(array(X)) and array(X[:, :3]).det().shape == ()
+    for name in ('cholesky', 'qr', 'svd', 'eigh', 'pinv', 'matrix_rank'):
+        with pytest.raises(TypeError, match=f'linalg.{name}: expected Tensors that require no gradient'):
+            getattr(pyops.linalg, name)(Tensor(np.eye(3), requires_grad=True))
+    with pytest.raises(ValueError, match="matrix_norm: ord: expected 'fro', 1, -1, inf or -inf, got 'nuc'"):
+        pyops.linalg.norm(Tensor(np.eye(3)), 'nuc')
+    q, r = pyops.linalg.qr(Tensor(X))
+    u, values, v = pyops.linalg.svd(Tensor(X), full_matrices=False)
+    np.testing.assert_allclose((q @ r).numpy(), X, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose((u * values @ v).numpy(), X, rtol=1e-5, atol=1e-5)
+    assert pyops.linalg.matrix_norm(Tensor(X), -1, keepdim=True).shape == (1, 1)
+    np.testing.assert_allclose(pyops.linalg.matrix_norm(Tensor(X), -1).numpy(), np.linalg.norm(X, -1), rtol=1e-5, atol=1e-5)
+    upper = np.triu(X[:, :3]) + 3 * np.eye(3, dtype=np.float32)
+    np.testing.assert_allclose(pyops.linalg.solve_triangular(Tensor(upper), Tensor(X[:, :3]), upper=True, left=False).numpy() @ upper, X[:, :3], rtol=1e-5, atol=1e-5)
+
+
+def test_the_shape_of_a_tensor_changes_in_place():
+    x = Tensor(X)
+    view = x[0]
+    assert x.unsqueeze_(0) is x and x.shape == (1, 3, 4) and view.shape == (4,)
+    assert x.squeeze_(0).t_().shape == (4, 3) and x.transpose_(0, 1).equal(Tensor(X))
+    leaf = Tensor(X, requires_grad=True)
+    y = leaf * 2
+    y.unsqueeze_(1).transpose_(0, 2).sum().backward()
+    assert y.shape == (4, 1, 3) and leaf.grad.equal(pyops.full((3, 4), 2.0))
+    with pytest.raises(RuntimeError, match='in-place change of a leaf'):
+        leaf.t_()
+    with pyops.no_grad():
+        assert leaf.t_().shape == (4, 3) and leaf.requires_grad
+
+
+def test_further_draws_and_facts():
+    pyops.seed(1)
+    x = pyops.zeros(20000)
+    assert abs(x.exponential_(2.0).mean().item() - 0.5) < 0.02 and x.numpy().min() >= 0
+    assert abs(x.geometric_(0.25).mean().item() - 4) < 0.15 and x.numpy().min() == 1
+    assert abs(x.log_normal_(0.5, 0.1).log().mean().item() - 0.5) < 0.01
+    assert abs(pyops.full((20000,), 0.3).bernoulli().mean().item() - 0.3) < 0.02
+    y = Tensor(X)
+    assert y.get_device() == (1 if y.is_cuda else 0) - 1 and not y.is_complex() and pyops.is_tensor(y)
+    assert y.data_ptr() == y.array.location() and y.tobytes() == X.tobytes() and pyops.scalar_tensor(2.5).item() == 2.5
+    assert pyops.broadcast_shapes((3, 1), 4) == (3, 4) and Tensor(M).tobytes() == M.tobytes()
+    for call, error, text in (
+            (lambda: y.cross(y), ValueError, 'cross: expected 3 elements along axis -1'),
+            (lambda: y.scatter_reduce(0, [[0]], 1.0, 'max'), ValueError, "scatter_reduce: reduce: expected 'sum'"),
+            (lambda: y[0].fill_diagonal_(1), ValueError, 'fill_diagonal_: expected a matrix'),
+            (lambda: F.searchsorted(y, Tensor([1.0])), ValueError, 'searchsorted: expected values'),
+            (lambda: pyops.broadcast_tensors(y, pyops.ones(3)), ValueError, 'could not be broadcast')):
+        with pytest.raises(error, match=text):
+            call()
+    tall = pyops.zeros(5, 2).fill_diagonal_(1, wrap=True)
+    assert tall.tolist() == [[1, 0], [0, 1], [0, 0], [1, 0], [0, 1]]

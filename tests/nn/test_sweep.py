@@ -47,8 +47,11 @@ np.flip(x,0); np.rot90(x); np.where(m,x,y); np.where(x>0,1.0,x); np.take(x,[1,0]
 np.take_along_axis(x,np.argsort(x,1),1); np.pad(x,1); np.pad(x,((1,0),(0,2)),constant_values=3.); np.broadcast_to(v,(3,4));
 np.tril(s); np.triu(s,1); np.diag(v); np.diagonal(s,1); np.clip(x,-1,None); np.round(x,2); np.zeros_like(x); np.ones_like(z);
 np.full_like(x,2.); np.allclose(x,x); np.array_equal(x,y); np.isclose(x,x); np.append(v,v); np.delete(v,1); np.insert(v,1,5.);
-np.atleast_2d(v); np.column_stack([v,v]); np.meshgrid(v,v)[0]; np.interp(v,np.sort(v),np.sort(v)); np.digitize(v,np.sort(v));
-np.nan_to_num(x); np.shape(x); np.size(x); np.ndim(x); np.copy(x); np.asarray(x); np.array(x);
+np.arcsinh(x); np.arccosh(p+1); np.arctanh(x/4); np.exp2(x); np.deg2rad(x); np.copysign(x,y); np.fmax(x,y); np.fmin(x,0);
+v.compress([1,0,1]); x.compress([True,False,True],axis=0); np.sort(v).searchsorted(x);
+np.sort(v).searchsorted(0.1,side='right'); np.frombuffer(x.T.tobytes(),np.float32); np.atleast_2d(v); np.column_stack([v,v]);
+np.meshgrid(v,v)[0]; np.interp(v,np.sort(v),np.sort(v)); np.digitize(v,np.sort(v)); np.nan_to_num(x); np.shape(x); np.size(x);
+np.ndim(x); np.copy(x); np.asarray(x); np.array(x);
 '''
 # with gradients; f: torch or pyops, F: functional
 TORCH = '''
@@ -102,6 +105,46 @@ F.lp_pool3d(vol,2,2); F.rrelu(x); F.relu_(x*2)*x; F.elu_(x*2,.5)*x; F.celu_(x*2,
 F.leaky_relu_(x*2,.2)*x; F.hardtanh_(x*2,-.3,.4)*x; F.threshold_(x*2,.1,.2)*x; F.rrelu_(x*2)*x; F.relu(x*2,inplace=True)*x;
 F.silu(x*2,True)*x; F.mish(x*2,True)*x; F.hardswish(x*2,inplace=True)*x; F.hardsigmoid(x*2,True)*x; F.relu6(x*9,True)*x;
 F.dropout(x*2,0.,True,True)*x;
+'''
+# functions and methods in pyops/further_methods.py, and functions of several arrays
+FURTHER = '''
+f.exp2(x); f.erfc(x); f.asinh(x*3); f.acosh(p+1); f.atanh(x/4); f.arctanh(x/4); f.deg2rad(x); f.rad2deg(x); f.sinc(x);
+f.signbit(x); f.copysign(x,y.detach()); f.heaviside(x.detach(),v.detach()); f.fmax(x,y); f.fmin(x,y); f.logaddexp2(x,y);
+f.sgn(x.detach()); f.isposinf(x/0); f.isneginf(x/0); f.bitwise_and(k,i[1]); f.bitwise_or(m,m); f.bitwise_xor(k,i[0]);
+f.bitwise_not(m); ~k; f.bitwise_left_shift(k,i[0]); f.bitwise_right_shift(k,i[0]); f.ldexp(x,k[:1]); f.msort(x);
+f.mode(i,1)[0]; f.mode(x.detach().round(),0)[0]; f.unique_consecutive(x.detach()[[0,0,1,0]],dim=0);
+f.unique_consecutive(i,return_inverse=True,return_counts=True); f.logcumsumexp(x*9,1); f.histc(x.detach(),5,-1.,1.);
+f.histc(x.detach(),4); f.vdot(v,v); f.ger(v,x[:,0]); f.addmv(x[:,0],y,v,beta=.5,alpha=2); f.addr(x,y[:,1],v);
+f.addbmm(s[:3,:3],z,z.transpose(1,2)); f.baddbmm(z[:,:,:3],z,z.transpose(1,2),alpha=.5); f.kron(x,v); f.kron(z,x);
+f.cross(x[:,:3],y[:,:3],dim=1); x[:3,:3].cross(y[:3,:3],0); f.cov(x); f.cov(v); f.cov(x,correction=0); f.corrcoef(x);
+f.matrix_power(s,3); f.matrix_power(s,0); f.matrix_power(s,-2); f.inverse(s); s.det(); f.slogdet(s)[1];
+f.slogdet(s.detach())[0]; f.logdet(s@s.T); f.det(f.stack([s,s.T])); f.rot90(z,1,(0,2)); f.rot90(x,2); f.rot90(x,-1);
+x.hsplit(2)[1]; f.vsplit(x,[1])[1]; f.dsplit(z,2)[0]; f.split_with_sizes(x,[1,3],1)[1]; f.diag_embed(x);
+f.diag_embed(x,-1,0,2); f.diagflat(x,1); x.index_put((k,),v); x.index_put((k[[0,0,1]],k[[1,1,0]]),v[:3],accumulate=True);
+x.masked_scatter(m,y); f.scatter_reduce(x,1,i,y[:2,:3],'sum'); x.scatter_reduce(1,i,y[:2,:3],'mean',include_self=False);
+x.scatter_reduce(1,i,y[:2,:3],'amax'); x.scatter_reduce(0,i,y[:2,:3],'prod');
+x.scatter_reduce(1,i,y[:2,:3],'amin',include_self=False); f.select_scatter(x,v,0,1); f.slice_scatter(x,y[:,:2],1,0,4,2);
+z.sum_to_size(3,1); f.std_mean(x,1); f.clamp_min(x,.1); f.clamp_max(x,.1); f.atleast_1d(x.sum());
+f.atleast_2d(v); f.atleast_3d(x); f.atleast_3d([v,x]); f.broadcast_tensors(x,v)[1]; f.block_diag(x,v,s);
+f.cartesian_prod(v,x[0]); f.combinations(v,3); f.combinations(v,with_replacement=True); f.tril_indices(3,4,1);
+f.triu_indices(4,3); f.vander(v.detach()); f.vander(v.detach(),3,True); f.chain_matmul(x,s,s); f.cdist(x,y);
+f.cdist(z,z[:,:2]+1,1.); F.pdist(x); f.trapezoid(x); f.trapz(x,dim=0,dx=.5); f.trapezoid(x,v);
+f.cumulative_trapezoid(x,dim=1); f.dstack([x,y]); f.row_stack([x,v]); f.searchsorted(f.sort(v.detach())[0],x.detach());
+f.searchsorted(f.tensor([1,2,2,3]),k,right=True); f.searchsorted(f.sort(x.detach(),1)[0],y.detach(),side='right');
+f.bucketize(x.detach(),f.tensor([-1.,0.,1.])); f.isin(k,i[1]); f.isin(k,i[0],invert=True); f.prelu(x,v[:1]); f.selu(x);
+f.hardshrink(x); f.conv3d(vol,w3.transpose(0,1)[:,:2]); f.rrelu(x); f.pairwise_distance(x,y); f.group_norm(im,2,v,v);
+f.pixel_shuffle(im,2); f.is_tensor(x); f.is_nonzero(f.tensor(1.)); f.numel(x); f.clamp_(x*2,-1,1)*x; f.exp_(x*2)*x;
+(x*2).fill_diagonal_(0.)*x; f.neg_(x*2)*x; (x*2).copysign_(y.detach()); (x*2).atan2_(y); (x*2).unsqueeze_(1)*x;
+(x*2)[None].squeeze_(0)*x; (x*2).t_()@x; (z*2).transpose_(0,2)@z[:,0]; (x*2).index_put_((k,),v)*y; x.is_signed();
+m.is_signed(); x.is_same_size(y); x.is_complex(); x.is_cuda; f.linalg.norm(x); f.linalg.norm(x,dim=1); f.linalg.norm(s,'fro');
+f.linalg.vector_norm(z,3,(0,2)); f.linalg.vector_norm(x); f.linalg.matrix_norm(z); f.linalg.matrix_norm(z,1);
+f.linalg.matrix_norm(s,float('inf')); f.linalg.inv(s); f.linalg.det(s); f.linalg.slogdet(s)[1]; f.linalg.solve(s,x.T);
+f.linalg.solve(s,v); f.linalg.solve(f.stack([s,s.T]),z.transpose(1,2)); f.linalg.matrix_power(s,2);
+f.linalg.multi_dot([x,s,v]); f.linalg.cross(x[:,:3],y[:,:3]); f.linalg.vecdot(x,y); f.linalg.diagonal(z);
+f.linalg.matrix_rank(x.detach()); f.linalg.pinv(x.detach()); f.linalg.svdvals(x.detach());
+f.linalg.eigvalsh((s@s.T).detach()); f.linalg.cholesky((s@s.T).detach()); f.linalg.lstsq(x.detach().T,v.detach()[:,None])[0];
+f.linalg.qr(s.detach())[1].abs(); f.linalg.eigh((s@s.T).detach())[0]; f.linalg.svd(x.detach(),full_matrices=False)[1];
+f.linalg.solve_triangular(s.detach().triu(),x.detach().T,upper=True);
 '''
 LAYERS = '''
 Linear(4,5)(x); Linear(4,5,bias=False)(z); Bilinear(4,4,3)(x,y); LayerNorm(4)(z); LayerNorm((3,4))(z); RMSNorm(4)(x);
@@ -188,7 +231,7 @@ def same_gradients(torch, y, want, ours, theirs):
             same(ours[name].grad, theirs[name].grad, 5e-4)
 
 
-@pytest.mark.parametrize('call', calls(TORCH))
+@pytest.mark.parametrize('call', calls(TORCH) + calls(FURTHER))
 def test_calls_of_torch(torch, call):
     theirs, ours = both(torch)
     want = eval(call, {'f': torch, 'F': torch.nn.functional}, theirs)
