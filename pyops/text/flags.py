@@ -28,6 +28,7 @@ DEFAULTS = dict(batch_size=128, batch_tokens=0, accumulate=1, parts=None, seed=0
                 tokenizer='word', min_count=3, vocabulary=12000, bpe_dropout=0.0, num_steps=9, smoothing=0.0, warmup=0,
                 schedule='inverse-root', ema=0.0, quant='none', quant_layers='')
 DEFAULTS_OF_BPE = dict(num_steps=64)
+MOST_STEPS = 1000           # --num-steps at most
 SCHEDULES = 'inverse-root', 'linear', 'cosine'
 FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_out', 'ema'      # a resumed run keeps them
 BEAM = 5                                                        # --beam
@@ -103,7 +104,7 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
                       help='leave pairs with a sentence of this test set out of training and validation: tatoeba-test, or a '
                       f'file; {NOTHING}: train on all pairs (default: tatoeba-test if it is found and the corpus is fra-eng, '
                       f'else {NOTHING})')
-    data.add_argument('--num-steps', type=int_up_to(1000), metavar='N',
+    data.add_argument('--num-steps', type=int_up_to(MOST_STEPS), metavar='N',
                       help='tokens per sentence, end mark included; longer sentences are cut '
                       f'(default {defaults["num_steps"]}; bpe {DEFAULTS_OF_BPE["num_steps"]})')
     add_setting(p.group('model'), defaults, '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {dropped}')

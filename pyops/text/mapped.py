@@ -22,6 +22,7 @@ import numpy as np
 from pyops.errors import UserError
 from pyops.files import write_atomically
 from pyops.text.corpus import Corpus, decode, parse, raw_pairs
+from pyops.text.flags import MOST_STEPS
 from pyops.text.pairs import Pairs, Ragged
 from pyops.text.subwords import train
 from pyops.text.tokenizer import restore, states
@@ -109,7 +110,7 @@ def _is_content(content: dict[str, Any]) -> bool:
     if not (isinstance(settings, dict) and isinstance(parts, dict)):
         return False
     steps = settings.get('num_steps')
-    return type(steps) is int and steps > 0 and all(
+    return type(steps) is int and 0 < steps <= MOST_STEPS and all(
         isinstance(part, dict) and isinstance(part.get('hash'), str) and isinstance(part.get('lengths'), dict)
         and all(type(part['lengths'].get(table)) is int for table in TABLES) for part in parts.values())
 
