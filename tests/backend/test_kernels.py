@@ -892,7 +892,7 @@ def test_momentum_and_update_of_muon_are_their_formulas(count, n, nesterov):
     offsets = 5 + (n + 3) * rng.permutation(count)
     places = offsets[:, None] + np.arange(n)
     size = 5 + (n + 3) * count
-    work = np.zeros(64 + count * n, 'f')                # more than either library needs
+    work = np.zeros(backend.work_size('muon_momentum', count, n), 'f')
     for norm in (None, np.array([0.5], 'f'), np.array([4.0], 'f')):
         grad, m, param = rng.standard_normal((3, size)).astype('f')
         x, before = np.full((count + 1, n), -7, 'f'), m.copy()
