@@ -254,7 +254,7 @@ def torch_gradcheck(func, inputs, *, eps=1e-6, atol=1e-5, rtol=1e-3, raise_excep
     raise_exception     False: return False for a wrong gradient; else it is a RuntimeError
     float32     as in pyops.gradcheck
 
-    The differences of float64 inputs are those of func itself, of float32 inputs those of its formula in float64.  The other
+    Differences of float64 inputs are taken of func itself, of float32 inputs of its formula in float64.  The other
     options of PyTorch have no effect: func has one random upstream gradient.  ValueError if no input requires a gradient.
     """
     _check_options('gradcheck', options)

@@ -2071,7 +2071,7 @@ def dstack(tensors: Sequence[Numbers]) -> Tensor:
 
 
 def _each(function: Callable[[Any], Tensor], given: tuple[Any, ...]) -> Any:
-    """Return a function of one tensor, or a tuple of those of several, also given as a list."""
+    """Return a function of one tensor, or a tuple of its results for several, also given as a list."""
     if len(given) == 1 and not isinstance(given[0], tuple | list):
         return function(given[0])
     return tuple(map(function, given[0] if len(given) == 1 else given))

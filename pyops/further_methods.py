@@ -416,7 +416,7 @@ class FurtherMethods(TorchMethods):
         return int(self._plain().location())
 
     def tobytes(self) -> bytes:
-        """Return the elements in row-major order as bytes; those of a mask as one byte each."""
+        """Return the elements in row-major order as bytes, one each for a mask."""
         return _numpy(self).tobytes()
 
 

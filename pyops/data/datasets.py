@@ -52,7 +52,7 @@ class Dataset:
         raise NotImplementedError(f'{type(self).__name__}.__getitem__')
 
     def __add__(self, other: Any) -> ConcatDataset:
-        """Return the samples of this dataset, then those of another."""
+        """Return the samples of this dataset, then the samples of another."""
         return ConcatDataset([self, other])
 
     def samples(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> list[Any]:
@@ -242,7 +242,7 @@ class IterableDataset:
         raise NotImplementedError(f'{type(self).__name__}.__iter__')
 
     def __add__(self, other: IterableDataset) -> ChainDataset:
-        """Return the samples of this dataset, then those of another."""
+        """Return the samples of this dataset, then the samples of another."""
         return ChainDataset([self, other])
 
 

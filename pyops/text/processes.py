@@ -62,7 +62,7 @@ def default_number() -> int:
 
 
 def shares(number: int) -> list[int]:
-    """Return the number of threads of each of so many processes: together those of this process, and at least one each."""
+    """Return how many threads each of so many processes has: at least one, and together as many as this process."""
     threads = backend.threads()
     return [max(1, threads // number + (n < threads % number)) for n in range(number)]
 
