@@ -146,8 +146,8 @@ def test_a_given_directory_without_the_corpus_is_an_error_whatever_the_environme
 
 
 def test_no_error_of_the_library_names_a_flag_of_a_program():
-    """Except commands that are the remedy.  Six modules of pyops.text are parts of programs."""
-    names = 'averaging', 'flags', 'mapped', 'serving', 'tokenizer', 'training'
+    """Except commands that are the remedy.  Eight modules of pyops.text are parts of programs."""
+    names = 'averaging', 'divided', 'flags', 'mapped', 'processes', 'serving', 'tokenizer', 'training'
     texts, parts = [], [ROOT / f'pyops/text/{name}.py' for name in names]
     assert all(path.exists() for path in parts)
     for path in sorted({*ROOT.glob('pyops/data/*.py'), *ROOT.glob('pyops/text/*.py')} - set(parts)):
