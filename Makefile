@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode aarch64 aarch64-test conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak rewind-questions endurance faults mutants source-mutants buggify schedules schedules-library coverage fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
+.PHONY: all cpu bytecode aarch64 aarch64-test valgrind conda cuda cuda-wheel emulated exercise lowered emulator conformance test-emulated lint format soak rewind-questions endurance faults mutants source-mutants buggify schedules schedules-library coverage fuzz emulated-asan emulated-tsan ladder venv demo site wheel test test-all asan bench floor quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -100,6 +100,17 @@ QEMU ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
 aarch64-test: cpu aarch64 .venv/test-ready build/aarch64/run_calls ## run the kernels of the op table on that library (needs qemu-user)
 	PYOPS_ISA=generic OMP_NUM_THREADS=2 .venv/bin/python tests/helpers/recorded_calls.py build/aarch64/calls
 	OMP_NUM_THREADS=2 $(QEMU) build/aarch64/run_calls build/aarch64/libpyops.so build/aarch64/calls
+
+# With AVX2: valgrind has no AVX-512, and generic kernels branch on numbers that they discard.  A result that depends on memory
+# which no kernel wrote is an error, and so is a read outside the arrays of a call.
+valgrind: cpu .venv/test-ready build/valgrind/run_calls ## run the kernels of the op table under valgrind (x86): nothing undefined is used
+	PYOPS_ISA=avx2 OMP_NUM_THREADS=2 .venv/bin/python tests/helpers/recorded_calls.py build/valgrind/calls
+	PYOPS_ISA=avx2 OMP_NUM_THREADS=2 valgrind -q --error-exitcode=1 --track-origins=yes \
+	    build/valgrind/run_calls ./$(LIBRARY) build/valgrind/calls
+
+build/valgrind/run_calls: tests/backend/run_calls.c csrc/pyops.h Makefile
+	@mkdir -p $(dir $@)
+	$(CC) -std=gnu11 -O1 -g -Wall -Wextra -DUNDEFINED -Icsrc -o $@ $< -ldl -lm
 
 build/aarch64/run_calls: tests/backend/run_calls.c csrc/pyops.h Makefile
 	@mkdir -p $(dir $@)

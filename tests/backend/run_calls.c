@@ -3,6 +3,7 @@
  *     run_calls LIBRARY FILE
  *
  * It prints each difference and a summary.  Exit status 1 if a result differs, 2 if the library or the file cannot be used.
+ * Compiled with -DUNDEFINED, it leaves the memory of workspaces undefined, for valgrind; else it has NaN.
  * tests/helpers/recorded_calls.py writes the file and describes it.
  */
 #include <dlfcn.h>
@@ -121,8 +122,13 @@ int main(int argc, char **argv) {
             const size_t whole = (size_t)(ranges[i].size + 3 * GUARD) / GUARD * GUARD;
             char *const block = n < 0 ? NULL : aligned_alloc(GUARD, whole);
             if (!block) stop("no memory");
-            memset(block, 0xff, whole);
             ranges[i].memory = block + GUARD;
+#ifdef UNDEFINED
+            memset(block, 0xff, GUARD);
+            memset(ranges[i].memory + ranges[i].size, 0xff, whole - GUARD - (size_t)ranges[i].size);
+#else
+            memset(block, 0xff, whole);
+#endif
             if (has_contents) memcpy(ranges[i].memory, bytes(n), (size_t)n);
         }
         pyops_value values[MOST] = {0};

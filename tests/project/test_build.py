@@ -16,8 +16,10 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from conftest import ROOT, environment_without, made_once
+from recorded_calls import ARRAY, FLOAT, INTEGER, REAL, numbers, padded
 
 import pyops
 from pyops import backend
@@ -382,9 +384,9 @@ def calls(tmp_path_factory):
     return made_once(tmp_path_factory, 'calls', record) / 'calls'
 
 
-def compiled_run_calls(compiler, folder):
+def compiled_run_calls(compiler, folder, *flags):
     """The program that runs recorded calls, as the Makefile builds it."""
-    run(compiler, '-std=gnu11', '-O1', '-Wall', '-Wextra', '-Werror', f'-I{ROOT / "csrc"}', '-o', folder / 'run_calls',
+    run(compiler, '-std=gnu11', '-O1', '-Wall', '-Wextra', '-Werror', *flags, f'-I{ROOT / "csrc"}', '-o', folder / 'run_calls',
         ROOT / 'tests/backend/run_calls.c', '-ldl', '-lm', cwd=folder)
     return folder / 'run_calls'
 
@@ -411,6 +413,31 @@ def test_recorded_calls_of_the_op_table_have_their_results_in_c(calls, tmp_path)
     (tmp_path / 'short').write_bytes(wrong[:-9])
     assert result(library, tmp_path / 'short', 'generic')[0] == 2
     assert result(tmp_path / 'none.so', calls, 'generic')[0] == 2
+
+
+def call_of_fill(n):
+    """A recorded call of pyops_fill that sets n of 8 numbers, all of which are results."""
+    name, ones = b'pyops_fill', np.ones(8, np.float32).tobytes()
+    value = int.from_bytes(ones[:4], 'little')
+    return (numbers(len(name)) + padded(name) + numbers(1, 32, 0)
+            + numbers(3, ARRAY, 0, 0, INTEGER, n, 0, REAL, value, 0) + numbers(1, 0, 0, FLOAT, 4, 1, 8, 4) + ones)
+
+
+def test_no_result_of_the_op_table_depends_on_memory_that_nothing_wrote(calls, tmp_path):
+    compiler = shutil.which('gcc') or shutil.which('cc')
+    if not compiler or not shutil.which('valgrind'):
+        pytest.skip('valgrind is not installed: apt install gcc valgrind')
+    if 'avx2' not in Path('/proc/cpuinfo').read_text():
+        pytest.skip('needs a CPU with AVX2')
+    program = compiled_run_calls(compiler, tmp_path, '-DUNDEFINED')
+
+    def status(file):
+        return subprocess.run(['valgrind', '-q', '--error-exitcode=9', program, ROOT / 'pyops/libpyops.so', file],
+                              env=os.environ | {'PYOPS_ISA': 'avx2', 'OMP_NUM_THREADS': '2'}).returncode
+    assert status(calls) == 0
+    for n, expected in ((8, 0), (7, 9)):
+        (tmp_path / 'fill').write_bytes(call_of_fill(n))
+        assert status(tmp_path / 'fill') == expected
 
 
 def test_the_library_for_aarch64_computes_the_op_table_as_this_machine_does(tree, calls, tmp_path):
