@@ -8,7 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 # Collecting tests makes hundreds of thousands of objects, and no garbage: see pytest_collection_finish.
@@ -20,11 +19,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:               # nohup: chi
     signal.signal(signal.SIGHUP, lambda *_: None)
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests/helpers')]
 import backends  # noqa: E402
+import draws  # noqa: E402
 from browsing import CHROMIUM  # noqa: E402
-
-import pyops  # noqa: E402  loads no library yet: the option --on selects one
-
-_generators = {}            # module: [(bit generator, its state after collection)]
 
 # Workers of pytest-xdist share the cores.  Without this, each would start a thread per core.
 if workers := int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 0)):
@@ -94,19 +90,13 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     """Note the generators of modules; leave tests out of garbage collection, which takes a fifth of the time of short ones."""
     for module in {item.module for item in session.items}:
-        _generators[module] = [(value.bit_generator, value.bit_generator.state) for value in vars(module).values()
-                               if isinstance(value, np.random.Generator)]
+        draws.note(module)
     gc.freeze()
     gc.enable()
 
 
 def pytest_runtest_setup(item):
-    """Let a test draw the same numbers alone, after other tests, and in each worker of pytest-xdist."""
-    pyops.seed(0)
-    for generator, state in _generators[item.module]:
-        generator.state = state
-    if torch := sys.modules.get('torch'):
-        torch.manual_seed(0)
+    draws.begin(item.module)
 
 
 def pytest_sessionfinish(session):
@@ -158,6 +148,7 @@ def device():
     """The GPU.  If new arrays are on the CPU, the emulated one, opened for the tests of one module."""
     from places import ON_GPU
 
+    import pyops
     from pyops import backend, ndarray
     from pyops.backend import gpu, library
     from pyops.errors import UserError

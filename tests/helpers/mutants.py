@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
+import draws
 import numpy as np
 import pytest
 import test_table
@@ -143,12 +144,13 @@ def _values(value, count):
 
 def _cases_of_modules():
     """Yield Cases of the tests that need no other fixture than torch and monkeypatch."""
-    for module in MODULES:
-        folder, name = (ROOT / 'tests' / module).parent, module.rpartition('/')[2]
+    for path in MODULES:
+        folder, name = (ROOT / 'tests' / path).parent, path.rpartition('/')[2]
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-        tests = vars(importlib.import_module(name))
-        for test in [value for key, value in tests.items() if key.startswith('test_')]:
+        module = importlib.import_module(name)
+        draws.note(module)
+        for test in [value for key, value in vars(module).items() if key.startswith('test_')]:
             sets = [[{}]]
             for mark in getattr(test, 'pytestmark', []):
                 if mark.name == 'parametrize':
@@ -162,12 +164,13 @@ def _cases_of_modules():
             if 'torch' in needs:
                 choices = [one | {'torch': importlib.import_module('torch')} for one in choices]
             for number in np.linspace(0, len(choices) - 1, min(len(choices), PARAMETERS), dtype=int):
-                yield Case(test.__name__, functools.partial(_launching, test, choices[number], 'monkeypatch' in needs))
+                yield Case(test.__name__, functools.partial(_launching, module, test, choices[number], 'monkeypatch' in needs))
 
 
-def _launching(test, named, patches):
+def _launching(module, test, named, patches):
     """Run a test so that optimisers launch their kernels, as they do when there is a listener, and do not replay them.
-    patches: whether it needs the fixture monkeypatch"""
+    module: of the test;  patches: whether it needs the fixture monkeypatch"""
+    draws.begin(module)
     with (warnings.catch_warnings(action='ignore'), backend.hooks(listen=lambda kernel, values: True),
           pytest.MonkeyPatch.context() as patch):
         test(**named, **({'monkeypatch': patch} if patches else {}))
