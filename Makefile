@@ -102,7 +102,7 @@ aarch64-test: cpu aarch64 .venv/test-ready build/aarch64/run_calls ## run the ke
 	OMP_NUM_THREADS=2 $(QEMU) build/aarch64/run_calls build/aarch64/libpyops.so build/aarch64/calls
 
 # With AVX2: valgrind has no AVX-512, and generic kernels branch on numbers that they discard.  A result that depends on memory
-# which no kernel wrote is an error, and so is a read outside the arrays of a call.
+# which no kernel wrote is an error, and so is a read more than 64 bytes outside the arrays of a call.
 valgrind: cpu .venv/test-ready build/valgrind/run_calls ## run the kernels of the op table under valgrind (x86): nothing undefined is used
 	PYOPS_ISA=avx2 OMP_NUM_THREADS=2 .venv/bin/python tests/helpers/recorded_calls.py build/valgrind/calls
 	PYOPS_ISA=avx2 OMP_NUM_THREADS=2 valgrind -q --error-exitcode=1 --track-origins=yes \
