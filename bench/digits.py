@@ -20,7 +20,7 @@ from pyops.flags import ArgumentParser, positive_int
 
 PROGRAM = 'bench.digits'
 # settings found by search; the last argument of each is the seed
-PROGRAMS = {98: ['-m', 'mnist.train', '--data-dir', '{folder}', '--quiet', '--hidden', '256', '-e', '6', '-l', '0.003',
+PROGRAMS = {98: ['-m', 'mnist.train', '--data-dir', '{folder}', '--quiet', '--hidden', '256', '-e', '5', '-l', '0.003',
                  '--schedule', 'linear', '--test', '--seed'],
             99: ['examples/digits_cnn.py', '{folder}', '-e', '2', '-s']}
 CORRECT = re.compile(r'test :  \[\d+/(\d+)\] correct : (\d+)|accuracy : (\S+)')

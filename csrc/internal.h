@@ -70,8 +70,8 @@ typedef struct {
     ROW(void,   pixels_times, (float *sums, const uint16_t *indices, int64_t nonzero, const uint8_t *x, const float *values, \
                                const float *w)) \
     ROW(void,   pixels_outer, (float *dw, const uint16_t *indices, int64_t nonzero, const uint8_t *x, const float *values, \
-                               const float *dy, int64_t O)) \
-    ROW(void,   add_rows,     (float *y, const float *x, int64_t R, int64_t C, int64_t ldx)) \
+                               const float *dy)) \
+    ROW(void,   add_rows,     (float *y, const float *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx)) \
     ROW(double, sum_squares,  (const float *x, int64_t n)) \
     ROW(float,  sum_shifted,  (const float *x, float shift, int64_t n)) \
     ROW(float,  max,          (const float *x, int64_t n)) \

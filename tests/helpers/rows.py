@@ -335,7 +335,7 @@ class PixelLinearRow:
     name = 'pixel_linear'
     wrong_axis = {'rows': None}             # any length is accepted
     sizes = ((1, 1, 1, 1), (5, 3, 9, 4), (9, 7, 17, 33), (6, 40, 784, 30), (3, 2, 2100, 40))      # N, B, I, O
-    large = (300, 401, 784, 30)
+    large = (300, 401, 784, 70)
 
     def build(self, size, rng):
         N, B, I, O = size
