@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from pyops.methods import Methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
 
 
 def _method_of_two(name: str) -> Callable[..., Any]:
@@ -81,6 +80,15 @@ def _ours(values: Any) -> list[Methods]:
     return sorted(found, key=lambda x: not hasattr(x, 'tape'))
 
 
+def _first(values: Any) -> Any:
+    """Return the first of _ours(values): quickly, if it is the first of all and no other is a Tensor."""
+    first = values[0]
+    if isinstance(first, Methods) and (hasattr(first, 'tape') or all(type(x) is type(first) or not isinstance(x, Methods)
+                                                                     for x in values)):
+        return first
+    return _ours(values)[0]
+
+
 def _as_numpy(value: Any) -> Any:
     """Replace the NDArrays and Tensors in nested arguments by numpy arrays."""
     if isinstance(value, Methods):
@@ -106,10 +114,6 @@ def _finished(y: Any, out: Any, dtype: Any) -> Any:
 
 def apply_ufunc(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], out: Any, named: dict[str, Any]) -> Any:
     """Run ufunc(*inputs) or a method of it, such as 'reduce'."""
-    if method == '__call__' and out is None and not named and ufunc.__name__ in _OPERATIONS:           # the most frequent calls
-        x, other = inputs[0], inputs[-1]
-        if isinstance(x, Methods) and (type(other) is type(x) or not isinstance(other, Methods)):
-            return _OPERATIONS[ufunc.__name__](*inputs)
     name, dtype, first = ufunc.__name__, named.pop('dtype', None), _ours(inputs + ((out,) if out else ()))[0]
     if named.get('where', True) is True:
         named.pop('where', None)
@@ -214,7 +218,7 @@ def _joined(name: str) -> Callable[..., Any]:
         arrays = list(arrays)
         if axis is None:
             arrays, axis = [_ours([a])[0].reshape(-1) if isinstance(a, Methods) else np.ravel(a) for a in arrays], 0
-        return _ours(arrays)[0]._function(name)(arrays, axis)
+        return _first(arrays)._function(name)(arrays, axis)
     return join
 
 
@@ -249,7 +253,7 @@ def _outer(a: Any, b: Any) -> Any:
 
 
 def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
-    return NotImplemented if x is None else _ours([condition, x, y])[0]._function('where')(condition, x, y)
+    return NotImplemented if x is None else _first([condition, x, y])._function('where')(condition, x, y)
 
 
 def _einsum(operands: Any, **named: Any) -> Any:
@@ -284,12 +288,50 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     'full_like': _like(0), 'outer': _outer}
 
 
+class _Direct(NamedTuple):
+    """A function of numpy whose frequent calls are passed on as they are."""
+    most: int                           # positional arguments that mean the same here
+    named: frozenset[str]               # and named ones
+    method: str = ''
+    run: Callable[..., Any] | None = None
+
+
+def _direct_calls() -> dict[Callable[..., Any], _Direct]:
+    along, reduced = frozenset(('axis',)), frozenset(('axis', 'keepdims'))
+    found = {name: _Direct(2, reduced, name) for name in ('sum', 'mean', 'max', 'min', 'prod', 'any', 'all', 'argmax', 'argmin',
+                                                          'var', 'std')}
+    found |= {name: _Direct(2, along, name) for name in ('cumsum', 'squeeze', 'expand_dims', 'flip')}
+    found |= {name: _Direct(2, frozenset(), name) for name in ('reshape', 'dot')}
+    found |= {'clip': _Direct(3, frozenset(), 'clip')}
+    found |= {name: _Direct(3 if name == 'where' else 2, along, run=_FUNCTIONS[name]) for name in (
+        'where', 'concatenate', 'stack')}
+    return {getattr(np, name): direct for name, direct in found.items()}
+
+
+_DIRECT = _direct_calls()
+
+
+_DIRECT_UFUNCS = {getattr(np, name): run for name, run in _OPERATIONS.items()}
+
+
 def _install() -> None:
-    """Replace the protocol methods of Methods, which import this module in the first call."""
+    """Replace the protocol methods of Methods, which import this module in the first call.  Frequent calls take no detour."""
     def ufunc(self: Methods, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **named: Any) -> Any:
+        if method == '__call__' and out is None and not named and ufunc in _DIRECT_UFUNCS:
+            x, other = inputs[0], inputs[-1]
+            if isinstance(x, Methods) and (type(other) is type(x) or not isinstance(other, Methods)):
+                return _DIRECT_UFUNCS[ufunc](*inputs)
         return apply_ufunc(ufunc, method, inputs, out, named)
 
     def function(self: Methods, function: Callable[..., Any], types: Any, args: Any, named: Any) -> Any:
+        direct = _DIRECT.get(function)
+        if direct and len(args) <= direct.most and (not named or named.keys() <= direct.named):
+            if direct.run:
+                result = direct.run(*args, **named)
+                if result is not NotImplemented:
+                    return result
+            elif args and isinstance(args[0], Methods):
+                return getattr(args[0], direct.method)(*args[1:], **named)
         return apply_function(function, args, named)
     Methods.__array_ufunc__, Methods.__array_function__ = ufunc, function       # type: ignore[method-assign]
 
