@@ -187,6 +187,9 @@ typedef struct {
                                const pyops_rounding_of *how)) \
     ROW(uint32_t, amax,       (const float *x, int64_t n)) \
     ROW(void,   describe,     (pyops_description *d, const float *x, int64_t n)) \
+    /* add n numbers: number i to lane i */ \
+    ROW(void,   error_sums,   (pyops_error_lanes *sums, const float *x, const float *q, const int32_t *valid, \
+                               const double *scale, double smallest, double largest, int64_t n)) \
     ROW(void,   amax_blocks,  (uint32_t *amax, const float *x, int64_t n, int64_t block)) \
     ROW(void,   block_scales, (int32_t *scales, const uint32_t *amax, int64_t n, const pyops_rounding_of *how)) \
     ROW(void,   number_scales, (float *scales, const uint32_t *amax, int64_t n, float factor, const pyops_rounding_of *how)) \
@@ -212,6 +215,16 @@ typedef struct {
     double sum, sum_abs, squares;
     float low, high;
 } pyops_description;
+
+/* Sums of pyops_error_sums in lanes. */
+enum { PYOPS_ERROR_LANES = 16 };
+typedef struct {
+    int32_t pairs[PYOPS_ERROR_LANES], finite[PYOPS_ERROR_LANES], lost[PYOPS_ERROR_LANES], nonzero[PYOPS_ERROR_LANES],
+        underflow[PYOPS_ERROR_LANES], nan[PYOPS_ERROR_LANES], inf[PYOPS_ERROR_LANES];
+    double saturated[PYOPS_ERROR_LANES], x2[PYOPS_ERROR_LANES], q2[PYOPS_ERROR_LANES], xq[PYOPS_ERROR_LANES],
+        e2[PYOPS_ERROR_LANES], amax[PYOPS_ERROR_LANES], error[PYOPS_ERROR_LANES], subnormal[PYOPS_ERROR_LANES],
+        nonzero_pairs[PYOPS_ERROR_LANES], relative[PYOPS_ERROR_LANES];
+} pyops_error_lanes;
 
 enum { PYOPS_NARROW_COLUMNS = 16 };     /* whose sums of few bits are computed together */
 

@@ -1088,6 +1088,25 @@ PYOPS_API pyops_status pyops_describe(
     int64_t *counts, double *sums, float *range, float *copy, const float *x, const uint8_t *valid,
     int64_t rows, int64_t columns, void *stream);
 
+/* ---- errors of rounded numbers.  CPU library only ----
+ * x, q (outer,n,inner), q = x rounded, in blocks of `block` neighbours along n, the last of which may be shorter.
+ * sums (PYOPS_ERROR_SUMS,outer,blocks,inner): of the numbers of each block
+ *   0 pairs       finite x whose q is finite, or is lost: infinite in a block with a scale
+ *   1 finite      finite x                         2 overflow    finite x whose q is lost
+ *   3 nonzero     finite x != 0                    4 underflow   of these: q = 0
+ *   5 saturated   finite |x| > largest * scale
+ *   6 x^2    7 q^2    8 x q    9 (q - x)^2         of pairs; of a lost q as if q = x, but with an infinite sum of squares
+ *   10 max |x|    11 max |q - x|                   of pairs; infinite if a q is lost
+ * counts (5): NaN and infinities in x, finite x whose q is NaN by its scale, |x| < smallest * scale of nonzero x, pairs with x != 0
+ * relative (1): the sum of |q - x| / |x| of pairs with x != 0
+ * scales (outer,blocks,inner), or each (outer,n,inner), or NULL, NULL: 1.   valid (outer,n,inner) or NULL: where it is 0, a number
+ * is left out.   All sums are in double, and have the same bits for any number of threads.
+ */
+enum { PYOPS_ERROR_SUMS = 12 };
+PYOPS_API pyops_status pyops_error_sums(
+    double *sums, int64_t *counts, double *relative, const float *x, const float *q, const double *scales, const float *each,
+    const uint8_t *valid, int64_t outer, int64_t n, int64_t inner, int64_t block, double smallest, double largest, void *stream);
+
 /* ---- Hadamard transform in blocks, with random signs ----
  * x and y are (outer,n,inner) in blocks of `block` neighbours along n, a power of two up to PYOPS_LONGEST_HADAMARD.  The rest of
  * n after the last whole block is cut into powers of two, the largest first.  A block or a piece v of L numbers becomes

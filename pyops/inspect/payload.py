@@ -16,6 +16,7 @@ from pyops.inspect.logs import curves
 
 SIDE = 128                          # most rows and columns of a map
 BINS = 96                           # of the histogram of values
+_PART = 1 << 13            # values of a histogram whose bins stay in the L1 cache
 SENTENCES = 1 << 17                 # bytes of attention weights in a detail with several sentences
 
 DESCRIPTION = 'count', 'nan', 'inf', 'zeros', 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
@@ -126,10 +127,17 @@ def _repeat_scales(scales, shape, axis, block):
     return each.take(range(count), axis).reshape(shape)
 
 
+_SQRT_2 = math.ceil((math.sqrt(2) - 1) * (1 << 23))          # the mantissa of the least float32 above it
+
+
 def _half_octaves(x):
-    """Return floor(2 log2 |x|) as int32; undefined for 0, infinities and NaN."""
-    mantissa, exponent = np.frexp(np.abs(x))
-    return 2 * (exponent - 1) + (mantissa >= math.sqrt(0.5))
+    """Return floor(2 log2 |x|) of float32 numbers as int32; undefined for 0, infinities and NaN."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.int32) & 0x7fffffff
+    if ((bits > 0) & (bits < 1 << 23)).any():                   # subnormal
+        mantissa, exponent = np.frexp(np.abs(x))
+        return 2 * (exponent - 1) + (mantissa >= math.sqrt(0.5))
+    # a mantissa from sqrt(2) on carries into the exponent
+    return ((bits + ((1 << 23) - _SQRT_2)) >> 23) + (bits >> 23) - 2 * 127
 
 
 def _limits(finite):
@@ -147,10 +155,15 @@ def _histogram(values, limits):
     because it also compares every value with the edges of its bin.
     """
     low, high = limits
-    bins = values.astype(np.float64)
-    bins -= low
-    bins *= BINS / (high - low)
-    return np.bincount(np.clip(bins, 0, BINS - 1, out=bins).astype(np.intp), minlength=BINS).tolist()
+    counts = np.zeros(BINS, np.int64)
+    values = values.reshape(-1)
+    for start in range(0, values.size, _PART):
+        bins = values[start:start + _PART].astype(np.float64)
+        bins -= low
+        bins *= BINS / (high - low)
+        np.maximum(np.minimum(bins, BINS - 1, out=bins), 0, out=bins)
+        counts += np.bincount(bins.astype(np.intp), minlength=BINS)
+    return counts.tolist()
 
 
 def matrix_shape(shape):

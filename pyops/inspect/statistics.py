@@ -1,12 +1,12 @@
 """Statistics of a tensor and of its quantization error.  docs/inspect.md has the formulas.
 
-All sums are float64, over finite values, without padding.  Tensors are processed in tiles of 0.5 MiB, so the memory in use
-is the tensor, its rounded copy and the sums of its blocks; pieces.py reads and measures large tensors piece by piece.
+All sums are float64, over finite values, without padding.  The memory in use is the tensor, its rounded copy and the sums of
+its blocks; pieces.py reads and measures large tensors piece by piece.
 """
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from pyops import backend, formats
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from pyops.formats import Format
 
@@ -145,10 +145,7 @@ def totals(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | N
     `block_quantization`.   amax: of the tensor of which x is a piece, as `amax_of` returns it"""
     f = formats.parse(fmt)
     blocks = Blocks(x, f, axis, mask, amax)
-    sums = {name: np.zeros(blocks.shape_of_sums) for name in _SUMS}
-    counts, relative = dict.fromkeys(('nan', 'inf', 'poisoned', 'subnormal', 'nonzero_pairs'), 0), 0.0
-    for tile in blocks.tiles():
-        relative += _add(sums, counts, tile, f)
+    sums, counts, relative = blocks.error_sums()
     total = {name: float(values.max(initial=0) if name in _LARGEST else values.sum()) for name, values in sums.items()}
     x2, q2, e2 = (sums[name] for name in ('x2', 'q2', 'e2'))
     with np.errstate(divide='ignore', invalid='ignore'):
@@ -160,49 +157,6 @@ def totals(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | N
                  'saturation_pct': 100 * sums['saturated'] / np.maximum(sums['finite'], 1)}
     total |= counts | {'relative': relative}
     return total, {name: np.where(sums['pairs'] > 0, values, np.nan).reshape(blocks.shape) for name, values in parts.items()}
-
-
-def _add(sums: dict[str, np.ndarray], counts: dict[str, int], tile: _Tile, f: Format) -> float:
-    """Add the values of a tile to the sums of their blocks and to the counts.  Return sum |e / x|."""
-    x, q, valid = tile.x, tile.q, tile.valid
-    # A float64 sum of finite float32 values cannot overflow.
-    with np.errstate(invalid='ignore'):
-        all_valid = tile.is_full and math.isfinite(float(x.sum()) + float(q.sum()))
-    size = np.abs(x)
-    if all_valid:                                       # fast path without masks
-        nonzero, flushed, saturated = size > 0, q == 0, size > f.max * tile.scale
-        subnormal = size < f.min_normal * tile.scale
-        pairs = finite = np.float64(x.shape[2])
-        overflow: Any = 0.0
-    else:
-        is_finite = valid & np.isfinite(x)
-        both_finite = is_finite & np.isfinite(q)
-        counts['nan'] += _count(valid & np.isnan(x))
-        counts['inf'] += _count(valid & np.isinf(x))
-        # in formats with blocks one NaN or infinity makes the whole block NaN, with its scale
-        poisoned = is_finite & ~both_finite & np.isnan(tile.scale)
-        counts['poisoned'] += _count(poisoned)
-        is_lost = is_finite & ~both_finite & ~poisoned
-        overflow, known = is_lost.sum(2), both_finite | is_lost
-        nonzero, flushed, saturated = is_finite & (size > 0), q == 0, is_finite & (size > f.max * tile.scale)
-        subnormal = is_finite & (size < f.min_normal * tile.scale)
-        pairs, finite = known.sum(2), is_finite.sum(2)
-        x, size = (np.where(known, array, 0) for array in (x, size))
-        q = np.where(is_lost, x, np.where(both_finite, q, 0))           # the error of overflow is added below
-    error = np.abs(q - x)
-    for name, a, b in ('x2', x, x), ('q2', q, q), ('xq', x, q), ('e2', error, error):
-        sums[name][tile.blocks] = np.einsum('obki,obki->obi', a, b)
-    sums['amax'][tile.blocks], sums['error'][tile.blocks] = size.max(2), error.max(2)
-    sums['pairs'][tile.blocks], sums['finite'][tile.blocks], sums['overflow'][tile.blocks] = pairs, finite, overflow
-    if np.any(overflow):
-        for name in ('e2', 'error'):
-            sums[name][tile.blocks][overflow > 0] = math.inf
-    for name, flags in ('nonzero', nonzero), ('underflow', nonzero & flushed), ('saturated', saturated):
-        if flags.any():
-            sums[name][tile.blocks] = finite if flags.all() and all_valid else flags.sum(2)
-    counts['subnormal'] += _count(nonzero & subnormal)
-    counts['nonzero_pairs'] += _count(size)
-    return float(np.divide(error, size, out=error, where=size > 0).sum())
 
 
 def decibels(signal: float, error: float) -> float:
@@ -334,10 +288,6 @@ def _extended(x: np.ndarray, f: Format, axis: int, amax: np.float32) -> np.ndarr
     return result
 
 
-def _count(flags: np.ndarray) -> int:
-    return int(np.count_nonzero(flags))
-
-
 def _ratio(a: float, b: float, default: float) -> float:
     return a / b if b else default
 
@@ -346,20 +296,11 @@ _SUMS = 'pairs', 'finite', 'overflow', 'nonzero', 'underflow', 'saturated', 'x2'
 
 
 _LARGEST = 'amax', 'error'          # of _SUMS: maxima
-
-
-class _Tile(NamedTuple):
-    """A part of a tensor, of shape (outer, blocks, values of a block, inner).  blocks: slices of the sums of its blocks."""
-    x: np.ndarray               # float64
-    q: np.ndarray               # float64
-    scale: np.ndarray | float   # of each block or value
-    valid: np.ndarray           # bool, False at padding and beyond the end of the last block
-    is_full: bool               # valid is True everywhere
-    blocks: tuple
+_COUNTS = 'nan', 'inf', 'poisoned', 'subnormal', 'nonzero_pairs'
 
 
 class Blocks:
-    """A tensor as (outer, n, inner) with blocks along n, which yields its values and their rounded copies tile by tile.
+    """A tensor as (outer, n, inner) with blocks along n.
 
     full: (outer, n, inner);  shape_of_sums: (outer, blocks, inner);  shape: the same with the axes of the tensor
     x: the values;  valid: bool, False at padding, or None;  both have the shape `full`
@@ -396,55 +337,33 @@ class Blocks:
 
     def codes(self) -> np.ndarray:
         """Return the E8M0 code of each block's scale.  Only the largest value is encoded, since it determines the scale."""
-        scales: Any = formats.encode(self.amax(), self.f, block=1).scales if self.n else np.zeros(self.shape_of_sums, np.uint8)
-        return scales
+        if not self.n:
+            return np.zeros(self.shape_of_sums, np.uint8)
+        scales: Any = formats.encode(self.amax().reshape(-1), self.f, block=1).scales
+        return np.asarray(scales).reshape(self.shape_of_sums)
 
     def exponents(self) -> np.ndarray:
         """Return log2 of each block's scale."""
         codes = self.codes()
         return np.where(codes == 255, np.nan, codes.astype(np.float64) - 127)
 
-    def tiles(self) -> Iterator[_Tile]:
-        outer, n, inner = self.full
+    def error_sums(self) -> tuple[dict[str, np.ndarray], dict[str, int], float]:
+        """Return the sums of each block, the counts and the sum of relative errors, as the kernel error_sums stores them."""
         given = self.flat if self._amax_of_all is None else _extended(self.flat, self.f, self.axis, self._amax_of_all)
         inside = tuple(map(slice, self.flat.shape))
-        rounded: Any = formats.fake_quantize(given, self.f, self.axis)
-        rounded = rounded[inside].reshape(self.full)
-        scale: Any = 1.0
-        each = None
+        rounded = np.ascontiguousarray(np.asarray(formats.fake_quantize(given, self.f, self.axis))[inside])
+        scales, each, factor = None, None, 1.0
         if self.f.is_block:
-            scale = np.exp2(self.exponents())
+            scales = np.exp2(self.exponents())
         elif self.f.has_factor:
-            factor: Any = formats.encode(amax_of(given), self.f).factor         # the amax alone determines it
-            scale = 1 / float(factor[0])
+            factor = 1 / float(np.asarray(formats.encode(amax_of(given), self.f).factor)[0])    # the amax alone determines it
         elif self.f.is_scaled:
-            each = formats.element_scales(given, self.f, self.axis)[inside].reshape(self.full)
-        i_step = max(1, min(inner, _TILE // self.block))
-        b_step = max(1, min(self.shape_of_sums[1], _TILE // (i_step * self.block)))
-        o_step = max(1, _TILE // (i_step * b_step * self.block))
-        for o in range(0, outer, o_step):
-            for b in range(0, self.shape_of_sums[1], b_step):
-                for i in range(0, inner, i_step):
-                    blocks = slice(o, o + o_step), slice(b, b + b_step), slice(i, i + i_step)
-                    values = blocks[0], slice(b * self.block, (b + b_step) * self.block), blocks[2]
-                    x, is_full = self._padded(self.x[values], np.float64)
-                    valid = np.ones(self.x[values].shape, bool) if self.valid is None else self.valid[values]
-                    valid, _ = self._padded(valid, bool)
-                    if each is not None:
-                        of_tile = self._padded(each[values], np.float64)[0]
-                    else:
-                        of_tile = scale[blocks][:, :, None] if isinstance(scale, np.ndarray) else scale
-                    yield _Tile(x, self._padded(rounded[values], np.float64)[0], of_tile, valid,
-                                is_full and self.valid is None, blocks)
-
-    def _padded(self, part: np.ndarray, dtype: Any) -> tuple[np.ndarray, bool]:
-        """Return a part as (outer, blocks, block, inner), zero-padded to whole blocks, and whether it needed no padding."""
-        outer, n, inner = part.shape
-        blocks = -(-n // self.block)
-        is_full = blocks * self.block == n
-        result = (np.empty if is_full else np.zeros)((outer, blocks * self.block, inner), dtype)
-        result[:, :n] = part
-        return result.reshape(outer, blocks, self.block, inner), is_full
+            each = np.ascontiguousarray(formats.element_scales(given, self.f, self.axis)[inside], np.float32).reshape(-1)
+        sums, counts, relative = np.empty((len(_SUMS), *self.shape_of_sums)), np.empty(len(_COUNTS), np.int64), np.empty(1)
+        backend.launch('error_sums', sums, counts, relative, self.x.reshape(-1), rounded.reshape(-1), scales, each,
+                       None if self.valid is None else np.ascontiguousarray(self.valid).view(np.uint8).reshape(-1), *self.full,
+                       self.block, self.f.min_normal * factor, self.f.max * factor)
+        return dict(zip(_SUMS, sums, strict=True)), dict(zip(_COUNTS, counts.tolist(), strict=True)), float(relative[0])
 
 
-declare(describe=Kernel())
+declare(describe=Kernel(), error_sums=Kernel())

@@ -15,7 +15,7 @@ pytestmark = on_the_cpu
 BYTES = 1 << 24
 KINDS = {'float': 'f4', 'double': 'f8', 'int32_t': 'i4', 'int64_t': 'i8', 'uint8_t': 'u1', 'uint16_t': 'u2',
          'pyops_action': 'i8', 'pyops_value': 'i8', 'pyops_recording': 'i8', 'void': 'u1'}
-NUMBERS = {'float': 0.5, 'int32_t': 0, 'int64_t': 1, 'uint64_t': 0}
+NUMBERS = {'float': 0.5, 'double': 0.5, 'int32_t': 0, 'int64_t': 1, 'uint64_t': 0}
 LARGEST = 2**31 - 1
 
 ELEMENTS = {'R': 0}
@@ -125,6 +125,7 @@ BOUNDS = [
     ('delayed_factor', {}, 'n>=0 length>=1 target>0 target<=3.4028235e38'),
     ('advance_amax', {}, 'rows>=0 length>=1'),
     ('describe', {}, 'rows>=0 columns>=0'),
+    ('error_sums', {'scales': None, 'each': None, 'valid': None}, 'outer>=0 n>=0 inner>=0 block>=1'),
     ('hadamard', {}, 'outer>=0 n>=0 inner>=0 block>=1 block<=32'),
     ('clip', {}, 'n>=0 max_norm>0'),
     ('adam', {'step': [1]}, f'n>=0 {ADAM}'),

@@ -272,6 +272,51 @@ def test_a_description_counts_and_sums_the_numbers_of_valid_rows(rows, columns, 
         assert copy is None or copy.tobytes() == x.tobytes()
 
 
+@on_the_cpu
+@pytest.mark.parametrize('outer,n,inner,block', [(1, 0, 1, 4), (2, 7, 1, 4), (300, 64, 1, 32), (3, 40, 1, 5), (1, 9, 37, 4),
+                                                 (2, 70, 16, 32), (40, 33, 200, 8)])
+@pytest.mark.parametrize('scaled', ('', 'blocks', 'each'))
+@pytest.mark.parametrize('with_valid', (False, True))
+def test_error_sums_are_those_of_the_numbers_of_each_block(outer, n, inner, block, scaled, with_valid):
+    """Whole numbers, so that the sums are exact; the relative errors are multiples of 1/8."""
+    rng, blocks = np.random.default_rng(37), -(-n // block)
+    x = rng.choice(np.array([-8, -4, -2, -1, 0, 1, 2, 4, 8, np.nan, np.inf, -np.inf], 'f'), (outer, n, inner))
+    q = rng.integers(-9, 10, x.shape).astype('f')
+    q[rng.random(x.shape) < 0.05] = np.inf
+    scales, each, scale = None, None, np.ones(x.shape)
+    if scaled == 'blocks':
+        scales = rng.choice([0.5, 1, 2, np.nan], (outer, blocks, inner))
+        scale = scales.repeat(block, 1)[:, :n]
+    elif scaled:
+        each = rng.choice(np.array([0.5, 1, 2], 'f'), x.shape)
+        scale = each.astype('d')
+    q[np.isnan(scale)] = np.nan
+    valid = (rng.random(x.shape) < 0.7).astype('u1') if with_valid else None
+    sums, counts, relative = np.full((12, outer, blocks, inner), -1.0), np.full(5, -1), np.full(1, -1.0)
+    launch('error_sums', sums, counts, relative, x, q, scales, each, valid, outer, n, inner, block, 2.0, 3.0)
+
+    used = np.ones(x.shape, bool) if valid is None else valid > 0
+    finite, known = used & np.isfinite(x), np.isfinite(q)
+    lost = finite & ~known & ~np.isnan(scale)
+    pairs, nonzero = finite & known | lost, finite & (x != 0)
+    of_x = np.where(pairs, x, 0).astype('d')
+    of_q = np.where(lost, x, np.where(pairs, q, 0)).astype('d')
+    error, size = abs(of_q - of_x), abs(of_x)
+    with np.errstate(invalid='ignore'):
+        saturated, subnormal = finite & (abs(x) > 3 * scale), nonzero & (abs(x) < 2 * scale)
+    starts = np.arange(0, n, block)
+    wanted = [np.add.reduceat(np.asarray(flags, 'd'), starts, 1) if n else np.zeros((outer, 0, inner)) for flags in (
+        pairs, finite, lost, nonzero, nonzero & (q == 0), saturated, of_x**2, of_q**2, of_x * of_q, error**2)]
+    wanted += [np.maximum.reduceat(values, starts, 1) if n else np.zeros((outer, 0, inner)) for values in (size, error)]
+    for name in (9, 11):
+        wanted[name] = np.where(wanted[2] > 0, np.inf, wanted[name])
+    for name, (got, want) in enumerate(zip(sums, wanted, strict=True)):
+        assert (got == want).all(), name
+    assert counts.tolist() == [np.count_nonzero(flags) for flags in (
+        used & np.isnan(x), used & np.isinf(x), finite & ~pairs, subnormal, size > 0)]
+    assert relative[0] == np.divide(error, size, out=np.zeros_like(error), where=size > 0).sum()
+
+
 def bf16_bits(x):
     """The upper half of the bits of float32, rounded to the nearest, ties to even."""
     bits = x.view(np.uint32).astype(np.uint64)
