@@ -74,7 +74,7 @@ def assert_picture(path):
 
 def texts_of(sheet):
     from matplotlib.text import Text
-    return [text.get_text() for text in sheet.figure.findobj(Text) if text.get_text()]
+    return [label.text for label in sheet.labels] + [text.get_text() for text in sheet.figure.findobj(Text) if text.get_text()]
 
 
 # ---- numbers: distributions ------------------------------------------------------------------------------------------
@@ -273,18 +273,20 @@ def test_any_tensor_is_drawn(name, tmp_path):
     with style.look():
         for kind, function in tensors.DRAW.items():
             sheet = function(tensor)
+            labels = sheet.labels
             assert sheet.save(tmp_path / f'{kind}.png', 50)
-            width = sheet.width * 50
-            for text in sheet.page.texts:           # nothing runs out of the picture
-                box = text.get_window_extent(sheet.figure.canvas.get_renderer())
-                assert -3 < box.x0 and box.x1 < width + 3 and -3 < box.y0, (kind, text.get_text())
+            for label in labels:                    # nothing runs out of the picture
+                alone = style.Sheet(sheet.width + 2, sheet.height + 2, '')
+                alone.labels = [label._replace(x=label.x + 1, y=label.y + 1)]
+                rows, columns = np.nonzero((alone.pixels(50) < 255).any(-1))
+                assert len(rows) and 47 < columns.min() and columns.max() < sheet.width * 50 + 53, (kind, label)
+                assert 47 < rows.min() and rows.max() < sheet.height * 50 + 53, (kind, label)
             assert_picture(tmp_path / f'{kind}.png')
 
 
 def pixels_of(sheet):
     """The colours of a Sheet, (rows, columns, 3)."""
-    sheet.figure.canvas.draw()
-    return np.asarray(sheet.figure.canvas.buffer_rgba())[..., :3]
+    return sheet.pixels(100)[..., :3]
 
 
 def test_cells_beyond_the_end_of_a_vector_and_scales_of_zero_blocks_are_blank():
@@ -764,21 +766,29 @@ def test_a_large_tensor_is_measured_in_pieces_and_drawn_from_some_of_its_rows(ax
     assert described == pytest.approx(statistics.describe(x), rel=1e-12)
 
 
-def test_labels_have_the_place_and_the_size_that_matplotlib_gives_them():
-    from matplotlib.text import Text
+@pytest.mark.parametrize('rotation,mode', [(0, 'default'), (90, 'default'), (35, 'default'), (35, 'anchor'), (60, 'anchor')])
+def test_labels_have_the_place_and_the_size_that_matplotlib_gives_them(rotation, mode):
     with style.look():
         for text, weight in (('value per bin', 'normal'), ('jp\N{SUPERSCRIPT TWO} \N{MINUS SIGN}4.5', 'bold')):
             for ha in ('left', 'center', 'right'):
-                for va in ('baseline', 'top', 'bottom', 'center'):
-                    boxes = []
-                    for kind in (style._label(), Text):
-                        sheet = style.Sheet(4, 1, '')
-                        sheet.page.add_artist(kind(2, 0.5, text, transform=sheet.page.transData, ha=ha, va=va, fontsize=11,
-                                                   fontweight=weight))
-                        sheet.figure.canvas.draw()
+                for va in ('baseline', 'top', 'bottom', 'center')[rotation > 0 and mode == 'default':]:
+                    label, boxes = style.Label(2, 1, text, 11, 'black', weight, ha, va, rotation, mode), []
+                    for draw in (lambda sheet, label: sheet.labels.append(label),
+                                 lambda sheet, label: label.add_to(sheet.page)):
+                        sheet = style.Sheet(4, 2, '')
+                        draw(sheet, label)
                         rows, columns = np.nonzero((pixels_of(sheet) < 128).any(-1))
                         boxes.append([rows.min(), rows.max(), columns.min(), columns.max()])
                     assert np.abs(np.subtract(*boxes)).max() <= 2, (text, ha, va, boxes)
+
+
+def test_a_label_at_the_edge_is_cut_and_one_outside_leaves_no_trace():
+    with style.look():
+        for x, y, is_seen in ((-0.1, 0.5, True), (1.9, 0.5, True), (1, 0.05, True), (1, 1.05, True), (-5, 0.5, False),
+                              (9, 0.5, False), (1, -3, False), (1, 9, False)):
+            sheet = style.Sheet(2, 1, '')
+            sheet.text(x, y, 'mnop', fontsize=20)
+            assert (pixels_of(sheet) < 128).any() == is_seen, (x, y)
 
 
 def test_a_text_that_pillow_cannot_draw_is_drawn_by_matplotlib():
@@ -788,6 +798,19 @@ def test_a_text_that_pillow_cannot_draw_is_drawn_by_matplotlib():
         sheet = style.Sheet(2, 1, '')
         sheet.text(0.5, 0.5, '\N{HEBREW LETTER ALEF}\N{HEBREW LETTER BET}', fontsize=20)
         assert (pixels_of(sheet) < 128).any()
+
+
+def test_an_image_has_the_nearest_of_its_pixels_everywhere(tmp_path):
+    from matplotlib.image import imread
+    colors = RNG.integers(0, 256, (3, 5, 4), np.uint8)
+    with style.look():
+        sheet = style.Sheet(2, 1.5, '')
+        sheet.image(0.5, 0.25, 1, 0.6, colors)
+        sheet.image(1.9, 1.4, 1, 1, colors)                            # beyond the edges
+        assert sheet.save(tmp_path / 'page.png', 100)
+    pixels = np.rint(255 * imread(tmp_path / 'page.png')).astype(np.uint8)
+    assert (pixels[25:85, 50:150] == colors[..., :3].repeat(20, 0).repeat(20, 1)).all()
+    assert (pixels[140:, 190:] == colors[0, 0, :3]).all()
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------------

@@ -215,6 +215,7 @@ def _reach(rounded, which=1):
 
 
 def _draw_exponents(sheet, box, lanes, tensor, color):
+    from matplotlib.collections import PolyCollection
     x, y, width, height = box
     span, counts = numbers.span_of(tensor.counts), tensor.counts.sum(0)
     rounded = tensor.rounded
@@ -240,21 +241,24 @@ def _draw_exponents(sheet, box, lanes, tensor, color):
     if not rounded:
         return
     lane = sheet.axes(x, y + height - lanes, width, lanes)
+    bars = []
     for i, r in enumerate(rounded):
         sub, normal, top = np.clip(_reach(r), low, high)
         tint, ink = style.color_of(r.format), style.ink_of(style.color_of(r.format))
-        lane.barh((i, i), (normal - sub, top - normal), left=(sub, normal), height=0.5, color=[(tint, 0.35), (tint, 1)],
-                  linewidth=0)
+        bars += [((sub, normal), i, (tint, 0.35)), ((normal, top), i, tint)]
+        middle = y + height - lanes + (i + 0.5) / len(rounded) * lanes
         if sub >= high or top <= low:
             text, position = ('above \N{BLACK RIGHT-POINTING SMALL TRIANGLE}', 0.995) if sub >= high else (
                 '\N{BLACK LEFT-POINTING SMALL TRIANGLE} below', 0.005)
-            lane.text(position, i, text, color=ink, fontsize=7.5, ha='right' if sub >= high else 'left', va='center',
-                      transform=lane.get_yaxis_transform())
+            sheet.text(x + position * width, middle, text, color=ink, fontsize=7.5, ha='right' if sub >= high else 'left',
+                       va='center')
         if r.exponents[0] < r.exponents[2]:
             ends = np.clip((_reach(r, 0)[0], _reach(r, 2)[2]), low, high)
             lane.plot(ends, (i, i), color=tint, linewidth=1, zorder=1)
-        lane.text(-0.015, i, style.shortened(r.format, 16), fontsize=7.5, color=ink, ha='right', va='center',
-                  transform=lane.get_yaxis_transform())
+        sheet.text(x - 0.015 * width, middle, style.shortened(r.format, 16), fontsize=7.5, color=ink, ha='right', va='center')
+    lane.add_collection(PolyCollection([[(start, i - 0.25), (start, i + 0.25), (end, i + 0.25), (end, i - 0.25)]
+                                        for (start, end), i, _ in bars],
+                                       facecolors=[color for *_, color in bars], linewidth=0), autolim=False)
     lane.set_xlim(low, high)
     lane.set_ylim(len(rounded) - 0.5, -0.5)
     blocks = ' at the median scale; line: all blocks' if any(r.exponents[0] < r.exponents[2] for r in rounded) else ''
@@ -265,7 +269,12 @@ def _shade(axes, rounded, low, high):
     """Shade the subnormal and the normal range of a format."""
     sub, normal, top = _reach(rounded)
     tint, ink = style.color_of(rounded.format), style.ink_of(style.color_of(rounded.format))
-    across = axes.get_xaxis_transform()
+    x, y, width, height = axes.inches
+
+    def name(at, text, align):
+        axes.sheet.text(x + (at - low) / (high - low) * width, y + 0.03 * height, text, color=ink, fontsize=7.5, ha=align,
+                        va='top')
+
     for start, end, alpha in ((sub - 1, normal, 0.07), (normal, top, 0.16)):        # values above half the smallest round up
         start, end = max(start, low), min(end, high)
         if end > start:
@@ -276,11 +285,11 @@ def _shade(axes, rounded, low, high):
         if low < limit < high:
             axes.axvline(limit, color=tint, linewidth=1)
         if ((high - limit) if align == 'left' else (limit - low)) / (high - low) * axes.inches[2] > 0.085 * len(text):
-            axes.text(limit, 0.97, text, color=ink, fontsize=7.5, ha=align, va='top', transform=across, clip_on=True)
+            name(limit, text, align)
     for start, end, text in ((sub - 1, normal, 'subnormal'), (normal, top, f'{rounded.format}: normal')):
         start, end = max(start, low), min(end, high)
         if (end - start) / (high - low) * axes.inches[2] > 0.072 * len(text):
-            axes.text((start + end) / 2, 0.97, text, color=ink, fontsize=7.5, ha='center', va='top', transform=across)
+            name((start + end) / 2, text, 'center')
 
 
 def _draw_boxes(axes, tensor, color):
