@@ -241,7 +241,7 @@ class Label(NamedTuple):
     rotation_mode: str = 'default'
 
     def stamp(self, dpi):
-        """Return the result of _stamp, twenty times as fast as matplotlib's letters, or None if matplotlib has to draw it."""
+        """Return the result of _stamp, or None if matplotlib has to draw the text, which takes several times as long."""
         import matplotlib
         is_usual = matplotlib.rcParams['font.family'][0] == _FONTS[0]
         return _stamp(self.text, self.size * dpi / 72, self.weight, self.rotation) if is_usual else None
