@@ -1,6 +1,6 @@
 """Training runs of the transformer in slices of time: pyops and its PyTorch twin, the contestants of bench.quality.
 
-Both start with the same weights and use the same batches (unless PyTorch's are sorted), learning rates, clipping and Adam.
+Both start with the same weights and use the same batches (unless only PyTorch's are sorted), learning rates, clipping and Adam.
 Their dropout masks differ.
 bench.worker calls train(); it imports this module in the contestants' processes, so nothing large is imported here.
 """
@@ -14,14 +14,14 @@ from bench.contest import BF16
 from bench.translation import planned_steps, read_pairs, write_pairs
 
 
-def prepare(folder, settings, config, model, pairs, is_sorted=False):
+def prepare(folder, settings, config, model, pairs, is_sorted=False, same_batches=False):
     """Write what both contestants need: settings of the run, configuration, initial weights, pairs to train on.
 
-    is_sorted: PyTorch's batches come from sorted_batches()
+    is_sorted: PyTorch's batches come from sorted_batches(), and with same_batches ours, too
     """
     from bench.transformer import contest
     contest.write_model(folder, config, model)
-    (folder / 'settings.json').write_text(json.dumps(settings | dict(is_sorted=is_sorted)))
+    (folder / 'settings.json').write_text(json.dumps(settings | dict(is_sorted=is_sorted, same_batches=same_batches)))
     write_pairs(folder / 'data.npz', pairs)
 
 
@@ -45,6 +45,11 @@ def sorted_batches(batches, lengths, seed, epoch):
     order = np.concatenate(list(batches.batches(seed, epoch)))      # random, and so is the order of equal lengths
     parts = batches.split(order[np.lexsort(lengths[order].T)])
     return [parts[i] for i in np.random.default_rng((seed, epoch)).permutation(len(parts))]
+
+
+def ordered(batches, lengths, seed, epoch, is_sorted):
+    """Return the batches of an epoch, an iterator over their rows; is_sorted: of sorted_batches()."""
+    return iter(sorted_batches(batches, lengths, seed, epoch)) if is_sorted else batches.batches(seed, epoch)
 
 
 def positions(pairs, rows):
@@ -137,7 +142,7 @@ class Learner:
         with np.load(folder / 'data.npz') as file:
             self.pairs = read_pairs(file, settings['num_steps'])
         self.batches, self.seed = batches(settings, self.pairs, drop_last=True), settings['seed']
-        self.is_sorted = settings['is_sorted'] and kind != 'ours'
+        self.is_sorted = settings['is_sorted'] and (settings['same_batches'] or kind != 'ours')
         given = folder, settings, self.pairs
         self.work = Ours(*given) if kind == 'ours' else Theirs(*given, kind == 'torch-compile', in_bf16)
         self.paused = time.perf_counter(), time.process_time()
@@ -145,14 +150,14 @@ class Learner:
     def _order(self):
         """Yield the rows of each batch, epoch after epoch."""
         while True:
-            yield from (sorted_batches(self.batches, self.pairs.lengths, self.seed, self.epoch) if self.is_sorted else
-                        self.batches.batches(self.seed, self.epoch))
+            yield from ordered(self.batches, self.pairs.lengths, self.seed, self.epoch, self.is_sorted)
             self.epoch, self.samples = self.epoch + 1, 0
 
-    def turn(self, number, total, milliseconds, save):
+    def turn(self, number, total, milliseconds, save, until=None):
         """Train in run `number` until a step ends after so many milliseconds, or the `total` steps of the run are done.
 
         A new number starts another run from the initial weights.   save: 1 writes the weights to KIND.npz
+        until: a turn also ends when so many steps of the run are done; None: total
         Return the worker's answer: steps done in the run so far; seconds, steps and mean loss per token of this turn; epochs
         done, as a float; and the seconds and CPU seconds of the pause before the turn.
         """
@@ -162,7 +167,7 @@ class Learner:
             self.order = self._order()
             self.work.begin(total)
         seconds, loss_sum, tokens, before = 0.0, 0.0, 0, self.done
-        while self.done < total and 1000 * seconds < milliseconds:
+        while self.done < (until or total) and 1000 * seconds < milliseconds:
             rows = next(self.order)
             batch = self.work.prepared(rows)
             start = time.perf_counter()

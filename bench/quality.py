@@ -1,7 +1,7 @@
 """Train the transformer and its PyTorch twin for the same time, and draw BLEU against seconds.
 
     python -m bench.quality --minutes 30                    the default recipe on fra-eng
-    python -m bench.quality --epochs 10                     the same number of steps for both, whatever time they take
+    python -m bench.quality --epochs 10                     the same steps for both, whatever time they take
     python -m bench.quality --minutes 5 --recipe --preset base --batch-tokens 1024 --hold-out 0.02 --precision bf16
     python -m bench.quality --draw RESULT.json -o docs/images/quality.svg
 
@@ -10,6 +10,7 @@ docs/speed.md describes the measurement.  The result file is complete after each
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import math
 import platform
@@ -34,23 +35,25 @@ RECIPE = '--recipe minutes-30'
 # settings that the twin does not have; for all other flags of transformer.train see _settings
 REFUSED = 'accumulate', 'parts', 'bpe_dropout', 'ema', 'quant', 'quant_layers'
 CALIBRATION, RUN = 0, 1     # numbers of runs, for learners.Learner.turn
+EVERY = 120.0               # --eval-every
 WARM_UP = 3                 # turns of one step before the calibration
 FOREVER = 10**9             # steps, of a calibration
+BATCH_SIZE = 128            # pairs, of the validation loss
 
 
 def parse(argv):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('--minutes', type=positive_float, metavar='M', help='training time of each contestant')
     p.add_argument('--epochs', type=positive_int, metavar='N', help='instead of --minutes: train both for N epochs')
-    p.add_argument('--eval-every', type=positive_float, default=120.0, metavar='S',
-                   help='seconds of training between evaluations (default 120)')
+    p.add_argument('--eval-every', type=positive_float, metavar='S',
+                   help=f'seconds of training between evaluations (default {EVERY:g}; with --epochs after each epoch)')
     p.add_argument('--slice', type=positive_float, default=20.0, metavar='S',
                    help='seconds after which the contestants take turns (default 20)')
     p.add_argument('--calibrate', type=positive_float, default=30.0, metavar='S',
                    help='seconds in which the speed of each contestant is measured (default 30)')
     p.add_argument('--sentences', type=positive_int, metavar='N', help='use the first N test sentences (default: all)')
     p.add_argument('--sort', action='store_true', help="give PyTorch batches of sentences of similar length, which have little "
-                   'padding (default: the batches of pyops)')
+                   'padding (default: the batches of pyops); with --epochs both get them')
     p.add_argument('--draw', metavar='RESULT', help='draw a result file instead of training; needs matplotlib')
     p.add_argument('-o', '--output', type=output_file, metavar='FILE',
                    help='result file (default bench/results/quality_DATE.json); with --draw: the picture, .svg or .png')
@@ -60,6 +63,8 @@ def parse(argv):
     args = p.parse_args(argv)
     if args.draw is None and (args.minutes is None) == (args.epochs is None):
         p.error('expected either --minutes M or --epochs N')
+    if args.minutes and args.eval_every is None:
+        args.eval_every = EVERY
     if args.draw is not None and args.output is None:
         p.error(f'--draw {args.draw}: expected -o FILE, the picture to write')
     return args
@@ -100,20 +105,30 @@ def _settings(flags):
 
 
 class Judge:
-    """Scores weights on test sentences: BLEU of greedy translations by our decoder, whoever trained the weights."""
+    """Scores weights with our model, whoever trained them: BLEU of its translations of the test sentences, and its mean loss
+    per token of the validation pairs."""
 
     def __init__(self, model, data, sentences):
         from pyops.text.translator import Translator
         self.model, self.translator = model, Translator(model, *data.vocabularies)
         sources, references, self.left_out = data.texts('test')
-        self.sources, self.references = sources[:sentences], references[:sentences]
+        self.sources, self.references, self.validation = sources[:sentences], references[:sentences], data.validation
+
+    def _load(self, path):
+        with np.load(path) as weights:
+            for name in self.model.params:
+                self.model.params[name].value[...] = weights[name]
+
+    def loss(self, path):
+        """Return the validation loss of the weights in an .npz file."""
+        from pyops.text.training import validation_loss
+        self._load(path)
+        return validation_loss(self.model, self.validation, BATCH_SIZE)
 
     def scores(self, path, beam=1):
         """Return the report of pyops.text.evaluation for the weights in an .npz file."""
         from pyops.text import evaluation
-        with np.load(path) as weights:
-            for name in self.model.params:
-                self.model.params[name].value[...] = weights[name]
+        self._load(path)
         self.translator.reset()
         return evaluation.evaluate(self.translator.translate(self.sources, beam=beam), self.sources, self.references)
 
@@ -146,37 +161,43 @@ def faster(figures, seconds=None, steps=None):
     return max(theirs, key=lambda kind: (seconds - theirs[kind]['start_s']) / theirs[kind]['step_s'])
 
 
-def _turn(worker, seconds, save=0, *, number, total):
-    return worker.turn(number, total, math.ceil(1000 * seconds), save)
+def _turn(worker, seconds, save=0, until=None, *, number, total):
+    return worker.turn(number, total, math.ceil(1000 * seconds), save, until or total)
 
 
 class Side:
-    """A contestant in the run: its process, the steps it will do, its figures."""
+    """A contestant in the run: its process, the steps it will do, its figures.
 
-    def __init__(self, worker, total, every):
+    every: seconds of training between evaluations; None: it is evaluated after each of `stops`, numbers of steps
+    """
+
+    def __init__(self, worker, total, every, stops):
         self.worker, self.turn = worker, functools.partial(_turn, worker, number=RUN, total=total)
-        self.due = self.every = every
+        self.due = self.every = every or math.inf
+        self.stops = [total] if every else [*stops]
         self.seconds, self.loss_sum, self.steps, self.pause, self.pause_cpu = 0.0, 0.0, 0, 0.0, 0.0
         self.figures = dict(planned_steps=total, points=[])
         self.is_done = False
 
     def train(self, seconds):
         """Train for so many seconds, at most until an evaluation is due.  Return whether one is."""
-        answer = self.turn(min(seconds, self.due - self.seconds))
+        answer = self.turn(min(seconds, self.due - self.seconds), until=self.stops[0])
         self.seconds += answer['trained_s']
         self.loss_sum, self.steps = self.loss_sum + answer['loss'] * answer['steps'], self.steps + answer['steps']
         self.pause, self.pause_cpu = self.pause + answer['pause_s'], self.pause_cpu + answer['pause_cpu_s']
-        self.is_done = answer['done'] >= self.figures['planned_steps']
+        is_stop, self.is_done = answer['done'] >= self.stops[0], answer['done'] >= self.figures['planned_steps']
+        if is_stop and not self.is_done:
+            self.stops.pop(0)
         self.figures |= dict(steps=answer['done'], epochs=answer['epoch'], seconds=self.seconds, peak_mib=answer['peak_mib'],
                              pause_s=self.pause, pause_cpu_s=self.pause_cpu)
-        return self.is_done or self.seconds >= self.due
+        return is_stop or self.seconds >= self.due
 
     def evaluate(self, judge, path):
         """Append a point with the scores of the current weights, and return it."""
         self.turn(0, save=1)
-        scores = judge.scores(path)
+        validation, scores = judge.loss(path), judge.scores(path)
         point = dict(seconds=self.seconds, step=self.figures['steps'], epoch=self.figures['epochs'],
-                     loss=self.loss_sum / self.steps, bleu=scores['one_reference']['bleu'],
+                     loss=self.loss_sum / self.steps, validation=validation, bleu=scores['one_reference']['bleu'],
                      bleu_of_all=scores['all_references']['bleu'])
         self.figures['points'].append(point)
         self.loss_sum, self.steps = 0.0, 0
@@ -207,11 +228,8 @@ def contest(args, stack, folder, settings, data, judge, report, save):
         workers[kind] = stack.enter_context(Contestant('learners', 'train', kind + suffix, folder, report['threads']))
     print(f'calibrating : {", ".join(NAMES[kind] for kind in kinds)}', flush=True)
     figures = report['calibration'] = calibrate(workers, args.calibrate)
-    steps = None
-    if args.epochs:
-        from pyops.text.training import batches
-        of_run = batches(settings, pairs, drop_last=True)
-        steps = sum(of_run.count(settings['seed'], epoch) for epoch in range(args.epochs))
+    ends = epoch_ends(settings, pairs, args.epochs, args.sort) if args.epochs else []
+    steps = ends[-1] if ends else None
     for kind, f in figures.items():
         print(f'{NAMES[kind]:16}{f["step_s"]:9.4f} s per step, {f["start_s"]:6.1f} s more for the first steps', flush=True)
     totals = planned(args, figures, steps, settings['warmup'])
@@ -219,14 +237,15 @@ def contest(args, stack, folder, settings, data, judge, report, save):
     for kind in kinds:
         if kind not in totals:
             workers[kind].process.stdin.close()
-    sides = {kind: Side(workers[kind], total, args.eval_every) for kind, total in totals.items()}
+    sides = {kind: Side(workers[kind], total, args.eval_every, ends) for kind, total in totals.items()}
     report['contestants'] = {kind: side.figures for kind, side in sides.items()}
     while not all(side.is_done for side in sides.values()):
         for kind, side in sides.items():
             if not side.is_done and side.train(args.slice):
                 point = side.evaluate(judge, folder / f'{kind}.npz')
                 save()
-                print('{:6.1f} min  {:16}step {step:6d}  epoch {epoch:6.2f}  loss {loss:.4f}  BLEU {bleu:.2f}'.format(
+                print('{:6.1f} min  {:16}step {step:6d}  epoch {epoch:6.2f}  loss {loss:.4f}  '
+                      'validation {validation:.4f}  BLEU {bleu:.2f}'.format(
                     point['seconds'] / 60, NAMES[kind], **point), flush=True)
     from pyops.text.flags import BEAM
     for kind, side in sides.items():
@@ -236,12 +255,20 @@ def contest(args, stack, folder, settings, data, judge, report, save):
     save()
 
 
+def epoch_ends(settings, pairs, epochs, is_sorted):
+    """Return the number of steps of a run after each of so many epochs."""
+    from pyops.text.training import batches
+    of_run = batches(settings, pairs, drop_last=True)
+    counts = (sum(1 for _ in learners.ordered(of_run, pairs.lengths, settings['seed'], epoch, is_sorted))
+              for epoch in range(epochs))
+    return list(itertools.accumulate(counts))
+
+
 def padding_share(settings, pairs, is_sorted, count=200):
     """Return the share of padding in the first batches, if each is padded to its longest sentences."""
     from pyops.text.training import batches
     of_run = batches(settings, pairs, drop_last=True)
-    order = (learners.sorted_batches(of_run, pairs.lengths, settings['seed'], 0) if is_sorted else
-             of_run.batches(settings['seed'], 0))
+    order = learners.ordered(of_run, pairs.lengths, settings['seed'], 0, is_sorted)
     some = [rows for rows, _ in zip(order, range(count), strict=False)]
     return 1 - sum(int(pairs.lengths[rows].sum()) for rows in some) / sum(sum(learners.positions(pairs, rows)) for rows in some)
 
@@ -281,7 +308,7 @@ def measure(args):
 
     try:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            learners.prepare(Path(folder), settings, model.config, model, data.train, args.sort)
+            learners.prepare(Path(folder), settings, model.config, model, data.train, args.sort, bool(args.epochs))
             contest(args, stack, Path(folder), settings, data, judge, report, save)
     except BaseException:
         if any(side['points'] for side in report.get('contestants', {}).values()):

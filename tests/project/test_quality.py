@@ -161,6 +161,51 @@ def test_sorted_batches_have_the_same_samples_and_less_padding(torch, folder):
     assert quality.padding_share(settings, ours.pairs, True) < quality.padding_share(settings, ours.pairs, False)
 
 
+def test_with_epochs_both_get_the_sorted_batches(folder):
+    settings = json.loads((folder / 'settings.json').read_text())
+    (folder / 'settings.json').write_text(json.dumps(settings | dict(is_sorted=True, same_batches=True)))
+    ours = learners.Learner(folder, 'ours')
+    epochs = [learners.sorted_batches(ours.batches, ours.pairs.lengths, 3, epoch) for epoch in (0, 1)]
+    ends = quality.epoch_ends(settings, ours.pairs, 2, True)
+    assert ends == [len(epochs[0]), len(epochs[0]) + len(epochs[1])]
+    assert quality.epoch_ends(settings, ours.pairs, 1, False) == [ours.batches.count(3, 0)]
+    ours.epoch = ours.samples = 0
+    seen = [rows for rows, _ in zip(ours._order(), range(ends[1]), strict=False)]
+    assert all((rows == those).all() for rows, those in zip(seen, epochs[0] + epochs[1], strict=True))
+
+
+class Worker:
+    """A contestant that trains a step per call of turn, unless it may not go on."""
+
+    def __init__(self):
+        self.done, self.saves = 0, []
+
+    def turn(self, number, total, milliseconds, save, until):
+        before, self.done = self.done, min(self.done + (milliseconds > 0), until, total)
+        self.saves += [self.done] * save
+        return dict(trained_s=1.0, loss=2.0, steps=self.done - before, done=self.done, epoch=self.done / 3, peak_mib=1.0,
+                    pause_s=0.0, pause_cpu_s=0.0)
+
+
+class Judge:
+    def loss(self, path):
+        return 1.5
+
+    def scores(self, path):
+        return dict(one_reference=dict(bleu=10.0), all_references=dict(bleu=20.0))
+
+
+@pytest.mark.parametrize('every, expected', [(None, [3, 7, 8]), (3.0, [3, 6, 8])])
+def test_a_contestant_is_evaluated_after_each_epoch_or_so_many_seconds(every, expected):
+    side = quality.Side(Worker(), 8, every, [3, 7, 8])
+    while not side.is_done:
+        if side.train(20):
+            side.evaluate(Judge(), None)
+    assert [point['step'] for point in side.figures['points']] == side.worker.saves == expected
+    assert {point['loss'] for point in side.figures['points']} == {2.0}
+    assert {point['validation'] for point in side.figures['points']} == {1.5}
+
+
 # ---- the plan of a contest -------------------------------------------------------------------------------------------
 
 FIGURES = {'ours': dict(start_s=0.0, step_s=0.1), 'torch': dict(start_s=0.0, step_s=0.4),
@@ -205,7 +250,7 @@ def test_a_contest_writes_its_curves_and_draws_them(torch, judged, pictures, tmp
         for due, point in enumerate(points[:-1], 1):        # each as soon as it was due
             assert point['step'] < side['steps']
             assert point['seconds'] >= 0.5 * due            # never earlier; how much later depends on the machine
-        assert all(0 <= point['bleu'] <= 100 and 0 < point['loss'] < 20 for point in points)
+        assert all(0 <= point['bleu'] <= 100 and 0 < point['loss'] < 20 and 0 < point['validation'] < 20 for point in points)
         assert side['beam']['beam'] == 5 and side['beam']['sentences'] == 9
     assert printed.count(' min  PyTorch eager') == len(report['contestants']['torch']['points'])
     pictures = [tmp_path / name for name in ('one.svg', 'two.svg', 'one.png')]
