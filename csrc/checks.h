@@ -410,8 +410,14 @@ static inline pyops_status check_linear(const pyops_real *dx, int64_t R, int64_t
     return PYOPS_OK;
 }
 
-static inline pyops_status check_linear_activation(const char *who, int64_t R, int64_t O, int64_t I, int32_t activation) {
+static inline pyops_status check_layer(const char *who, int64_t R, int64_t O, int64_t I) {
     PYOPS_REQUIRE(R >= 0 && O >= 0 && I >= 0, "%s: R=%lld O=%lld I=%lld, expected at least 0", who, LL(R), LL(O), LL(I));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_linear_activation(const char *who, int64_t R, int64_t O, int64_t I, int32_t activation) {
+    const pyops_status status = check_layer(who, R, O, I);
+    if (status) return status;
     PYOPS_REQUIRE(activation >= PYOPS_SILU && activation <= PYOPS_GELU_TANH,
                   "%s: activation=%d, expected 0 (SiLU), 1 (GELU) or 2 (GELU with tanh)", who, activation);
     return PYOPS_OK;
@@ -421,6 +427,16 @@ static inline pyops_status check_linear_activation_backward(const pyops_real *dx
                                                             int32_t activation) {
     PYOPS_REQUIRE(dx, "linear_activation_backward: dx is NULL, expected an array");
     return check_linear_activation("linear_activation_backward", R, O, I, activation);
+}
+
+static inline pyops_status check_linear_residual(const char *who, int64_t R, int64_t O, int64_t I, float p) {
+    const pyops_status status = check_layer(who, R, O, I);
+    return status ? status : check_dropout_p(who, p);
+}
+
+static inline pyops_status check_linear_residual_norm(const char *who, int64_t R, int64_t O, int64_t I, float p, float eps) {
+    const pyops_status status = check_linear_residual(who, R, O, I, p);
+    return status ? status : check_residual_norm(who, R, O, p, eps);
 }
 
 static inline pyops_status check_linear_pair(const char *who, int64_t R1, int64_t R2, int64_t O1, int64_t O2, int64_t I1,

@@ -240,6 +240,24 @@ pyops_status pyops_linear_activation_backward(float *dx, float *dweight, float *
     return status ? status : backward_of[activation](dx, dx, a, R * I, stream);
 }
 
+pyops_status pyops_linear_residual(float *y, const float *x, const float *weight, const float *bias, const float *residual,
+                                   const int64_t *step, int64_t R, int64_t O, int64_t I, float p, uint64_t key, void *stream) {
+    pyops_status status = check_linear_residual("linear_residual", R, O, I, p);
+    if (!status) status = pyops_gemm(y, x, weight, bias, R, O, I, O, I, 1, 1, I, 0, 0, stream);
+    return status ? status : pyops_residual(y, residual, y, step, R * O, p, key, stream);
+}
+
+pyops_status pyops_linear_residual_norm(float *y, float *sum, float *mean, float *rstd, const float *x, const float *weight,
+                                        const float *bias, const float *residual, const int64_t *step, const float *norm_weight,
+                                        const float *norm_bias, int64_t R, int64_t O, int64_t I, float p, uint64_t key,
+                                        float eps, void *stream) {
+    pyops_status status = check_linear_residual_norm("linear_residual_norm", R, O, I, p, eps);
+    if (!status) status = pyops_gemm(sum, x, weight, bias, R, O, I, O, I, 1, 1, I, 0, 0, stream);
+    if (status) return status;
+    return pyops_residual_norm_forward(y, sum, mean, rstd, residual, sum, step, norm_weight, norm_bias, R, O, p, key, eps,
+                                       stream);
+}
+
 pyops_status pyops_linear_pair(float *y1, float *y2, const float *x1, const float *x2, const float *weight1,
                                const float *weight2, const float *bias1, const float *bias2, int64_t R1, int64_t R2, int64_t O1,
                                int64_t O2, int64_t I1, int64_t I2, void *stream) {

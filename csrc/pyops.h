@@ -133,6 +133,25 @@ PYOPS_API pyops_status pyops_linear_activation_backward(
     pyops_real *dx, float *dweight, float *dbias,
     const pyops_real *dy, const pyops_real *x, const pyops_real *a, const pyops_real *weight,
     int64_t R, int64_t O, int64_t I, int32_t activation, void *stream);
+/* A linear layer whose result is the branch of a residual connection, with dropout of the branch; and layer norm of the sum.
+ * linear_residual       y = residual + (x weight' + bias) * keep / (1 - p);   keep as in pyops_dropout;   bias may be NULL
+ *                       step NULL or p = 0: all are kept
+ * linear_residual_norm  sum = that y;   y, mean, rstd = layer norm of sum, with norm_weight and norm_bias;   O >= 1
+ * The results have the bits of gemm, and then residual or residual_norm_forward.  A GPU computes large ones in bfloat16 without
+ * writing the branch to memory.   There is no backward function: residual_norm_backward or dropout computes the gradient of
+ * the branch, the dy of linear_backward.
+ * y and sum overlap no input and not each other.   x (R,I)   weight (O,I)   bias, norm_weight, norm_bias (O)
+ * y, sum, residual (R,O), of one type   mean, rstd (R)   step (1) int64
+ */
+PYOPS_API pyops_status pyops_linear_residual(
+    pyops_real *y, const pyops_real *x, const pyops_real *weight, const float *bias, const pyops_real *residual,
+    const int64_t *step,
+    int64_t R, int64_t O, int64_t I, float p, uint64_t key, void *stream);
+PYOPS_API pyops_status pyops_linear_residual_norm(
+    pyops_real *y, pyops_real *sum, float *mean, float *rstd,
+    const pyops_real *x, const pyops_real *weight, const float *bias, const pyops_real *residual, const int64_t *step,
+    const float *norm_weight, const float *norm_bias,
+    int64_t R, int64_t O, int64_t I, float p, uint64_t key, float eps, void *stream);
 /* Two linear layers that do not depend on each other.  The results have the bits of two calls; a GPU computes both in one launch
  * if that takes less time.
  * linear_pair           y1 = x1 weight1' + bias1;  y2 = x2 weight2' + bias2;  bias1, bias2 may be NULL

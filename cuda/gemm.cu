@@ -471,6 +471,7 @@ template <class Out> static RowProduct<bf16, Out> row_product(const RealProduct 
                                g.a.k_step == 1,
                                g.b.k_step == 1};
     p.limit = g.limit, p.scatter = g.scatter, p.gate = static_cast<const Out *>(g.gate), p.activation = g.activation;
+    p.residual = g.residual;
     return p;
 }
 
@@ -589,6 +590,7 @@ static RealProduct as_real(const AnyProduct &p) {
                      p.accumulate,
                      p.relu};
     g.gate = elements<char>(p.gate), g.row_sums = p.row_sums, g.activation = p.activation;
+    g.residual = p.residual;
     return g;
 }
 
@@ -666,14 +668,24 @@ static bool best_group(Size *size, const AnyProduct *p, int count) {
     return best < alone;
 }
 
-// Whether the epilogue of p[i] computes its activation when these products are computed together; otherwise take it out.
-static bool keeps_activation(AnyProduct *p, int count, int i) {
+// Whether wgmma computes p[i], in bfloat16 and with a map of c, when these products are computed together.
+static bool has_map_of_c(const AnyProduct *p, int count, int i) {
     Size size;
     const auto fits = [](const RealProduct &g) {
         return best_hopper_cycles(g) < INFINITY && hopper_has_map(row_product(g, g.to_bf16));
     };
-    if (is_bf16(p[i].c) && p[i].M && p[i].N && !best_group(&size, p, count) && fits(as_real(p[i]))) return true;
+    return is_bf16(p[i].c) && p[i].M && p[i].N && !best_group(&size, p, count) && fits(as_real(p[i]));
+}
+// Whether the epilogue of p[i] computes its activation; otherwise take it out.
+static bool keeps_activation(AnyProduct *p, int count, int i) {
+    if (has_map_of_c(p, count, i)) return true;
     p[i].activation = {};
+    return false;
+}
+// The same for its residual connection.  A part of K would load the residual without need.
+static bool keeps_residual(AnyProduct *p) {
+    if (has_map_of_c(p, 1, 0) && best_hopper_splits(p->M, p->N, p->K, true) == 1) return true;
+    p->residual = {};
     return false;
 }
 
@@ -838,6 +850,49 @@ extern "C" pyops_status pyops_linear_activation(pyops_real *y, pyops_real *a, co
     bool row_sums_added;
     status = pyops_launched("linear_activation", any_product(p, stream_of(stream), &row_sums_added), stream);
     return status || is_fused ? status : forward_of[activation](y, a, R * O, stream);
+}
+
+namespace {
+// y = residual + dropout(x weight' + bias), or without is_fused only x weight' + bias.
+static pyops_status linear_residual(const char *who, pyops_real *y, const pyops_real *x, const pyops_real *weight,
+                                    const float *bias, const pyops_real *residual, const Dropout &dropout, int64_t R, int64_t O,
+                                    int64_t I, void *stream, bool *is_fused) {
+    AnyProduct p = {y, x, weight, bias, R, O, I, O, I, 1, 1, I, 0, 0};
+    p.residual = {elements<bf16>(residual), dropout};
+    *is_fused = keeps_residual(&p);
+    bool row_sums_added;
+    return pyops_launched(who, any_product(p, stream_of(stream), &row_sums_added), stream);
+}
+}
+
+extern "C" pyops_status pyops_linear_residual(pyops_real *y, const pyops_real *x, const pyops_real *weight, const float *bias,
+                                              const pyops_real *residual, const int64_t *step, int64_t R, int64_t O, int64_t I,
+                                              float p, uint64_t key, void *stream) {
+    pyops_status status = check_linear_residual("linear_residual", R, O, I, p);
+    if (status) return status;
+    PYOPS_REQUIRE(is_bf16(y) == is_bf16(residual), "linear_residual: y and residual have different types, expected one type");
+    bool is_fused;
+    status = linear_residual("linear_residual", y, x, weight, bias, residual, dropout_of(step, p, key), R, O, I, stream,
+                             &is_fused);
+    return status || is_fused ? status : pyops_residual(y, residual, y, step, R * O, p, key, stream);
+}
+
+extern "C" pyops_status pyops_linear_residual_norm(pyops_real *y, pyops_real *sum, float *mean, float *rstd,
+                                                   const pyops_real *x, const pyops_real *weight, const float *bias,
+                                                   const pyops_real *residual, const int64_t *step, const float *norm_weight,
+                                                   const float *norm_bias, int64_t R, int64_t O, int64_t I, float p,
+                                                   uint64_t key, float eps, void *stream) {
+    pyops_status status = check_linear_residual_norm("linear_residual_norm", R, O, I, p, eps);
+    if (status) return status;
+    PYOPS_REQUIRE(is_bf16(y) == is_bf16(sum) && is_bf16(sum) == is_bf16(residual),
+                  "linear_residual_norm: y, sum and residual have different types, expected one type");
+    bool is_fused;
+    status = linear_residual("linear_residual_norm", sum, x, weight, bias, residual, dropout_of(step, p, key), R, O, I, stream,
+                             &is_fused);
+    if (status) return status;
+    return is_fused ? pyops_layer_norm_forward(y, mean, rstd, sum, norm_weight, norm_bias, R, O, eps, stream)
+                    : pyops_residual_norm_forward(y, sum, mean, rstd, residual, sum, step, norm_weight, norm_bias, R, O, p, key,
+                                                  eps, stream);
 }
 
 extern "C" pyops_status pyops_linear_activation_backward(pyops_real *dx, float *dweight, float *dbias, const pyops_real *dy,

@@ -18,6 +18,9 @@
 // describe what is written (rows of c that are no multiples of 16 bytes, scattered rows, an end of c that only the device
 // knows), the lanes write pairs of sums.
 //
+// A residual that is added to c arrives in the ring, behind the panels of its tile.  The dropout masks of the sums are computed
+// while wgmma multiplies.
+//
 // A bfloat16 operand that is stored transposed, with its rows along M or N, is copied as it is: as blocks of 64 k's x 64 rows,
 // which wgmma reads transposed.  If there are few tiles, several blocks share one, each with a part of K (split-K): a warpgroup
 // writes its sums to memory, and the last one to finish adds the parts, in order.
@@ -51,8 +54,8 @@ template <int TN> struct Ring {
 };
 
 // What happens to finished sums before they are stored: nothing; a second array is their activation; they are multiplied by
-// the derivative of an activation.  The last two require a map of c.
-enum class After { nothing, activation, derivative };
+// the derivative of an activation; their dropout is added to a residual.  All but the first require a map of c.
+enum class After { nothing, activation, derivative, residual };
 
 // Whether a product can add the sums of the rows of a: the product for the gradient of a weight, whose operands are stored transposed.
 template <class Element, class Out> static constexpr bool sums_rows(bool a_k, bool b_k) {
@@ -72,6 +75,8 @@ template <int TN> struct Activating : Setup<bf16, bf16, TN, true, true> { static
 template <int TN> struct Differentiating : Setup<bf16, bf16, TN, true, false> {
     static constexpr After AFTER = After::derivative;
 };
+// That of pyops_linear_residual.
+template <int TN> struct Adding : Setup<bf16, bf16, TN, true, true> { static constexpr After AFTER = After::residual; };
 static constexpr int BLOCK = 64, BLOCK_BYTES = BLOCK * ROW; // of a transposed operand: 64 k's x 64 rows
 
 // 64 x TN sums += 32 bytes of k's: 16 elements in bfloat16, 8 in TF32.
@@ -238,6 +243,59 @@ DEVICE void differentiate(char *piece, int kind, const bf16 *x, int64_t ld, int6
     });
 }
 
+// ---- a residual connection -------------------------------------------------------------------------------------------------
+// The residual of a tile arrives in the ring, behind the panels: in a slot RESIDUAL_COLUMNS columns of it, as boxes with the
+// swizzle that have the columns of a piece.
+static constexpr int PIECE_COLUMNS = ROW / int(sizeof(bf16)), BOX_BYTES = TM * ROW, BOXES = 2;
+static constexpr int RESIDUAL_COLUMNS = BOXES * PIECE_COLUMNS;
+
+// The row and the first column in a piece of chunk `i` of the four that a lane adds.
+DEVICE int row_of_chunk(int i) { return (lane_id() + 32 * i) / 8; }
+DEVICE int column_of_chunk(int i) { return 8 * ((lane_id() ^ row_of_chunk(i)) % 8); }
+
+// The dropout masks of the chunks that a lane adds in a tile: a word for each piece, a byte for each chunk.  Their random words
+// take as many instructions as a few k's of the tile, so they are computed while wgmma multiplies.
+template <int TN> struct Masks {
+    static constexpr int PIECES = TN / PIECE_COLUMNS, CHUNKS = 4 * PIECES;
+    unsigned word[PIECES] = {};
+    int made = 0;
+
+    // Compute the masks of `count` more chunks, as far as there are any.   first: the element of c at the warp's first row
+    __device__ __forceinline__ void make(int count, const Dropout &dropout, uint64_t step, int64_t first, int64_t ldc) {
+        const int end = min(made + count, CHUNKS);
+#pragma unroll 1 // wgmma has most of the registers
+        for (; made < end; made++) {
+            const int i = made % 4;
+            const int64_t at = first + row_of_chunk(i) * ldc + made / 4 * PIECE_COLUMNS + column_of_chunk(i);
+            unsigned mask = 0;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const Words random = philox(at / 4 + half, step, dropout.key);
+#pragma unroll
+                for (int j = 0; j < 4; j++) mask |= unsigned(random.word[j] >= dropout.threshold) << (4 * half + j);
+            }
+            // The byte enters at the end: a variable index would put the words into local memory.
+#pragma unroll
+            for (int p = 0; p < PIECES - 1; p++) word[p] = word[p] >> 8 | word[p + 1] << 24;
+            word[PIECES - 1] = word[PIECES - 1] >> 8 | mask << 24;
+        }
+    }
+};
+
+// piece = x + dropout(piece), x in the same places.
+DEVICE void add_residual(char *piece, const char *x, bool drops, unsigned masks, float scale) {
+#pragma unroll 1
+    for (int at = 16 * lane_id(); at < PIECE_BYTES; at += 16 * 32, masks >>= 8) {
+        const Pack<float, 8> base = load_reals<8>(reinterpret_cast<const bf16 *>(x + at)),
+                             branch = load_reals<8>(reinterpret_cast<const bf16 *>(piece + at));
+        float sum[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            sum[j] = base.at[j] + (!drops ? branch.at[j] : masks >> j & 1 ? branch.at[j] * scale : 0.0f);
+        write_chunk(piece + at, sum);
+    }
+}
+
 // The two pieces of a warp.
 struct Pieces {
     char *memory;
@@ -267,6 +325,15 @@ struct Pieces {
                 send(second, activated, row, column + n);
             }
         }
+    }
+    // Store 16 rows of one piece, with dropout and added to x.   sum: the first of the lane's sums;  masks: of a Masks
+    __device__ __forceinline__ void store_added(const CUtensorMap *c, const Dropout &dropout, const float *sum, const char *x,
+                                                unsigned masks, int row, int column) {
+        char *const piece = empty_one();
+        write_piece(piece, sum, lane_id(), bf16());
+        __syncwarp();
+        add_residual(piece, x, dropout.step, masks, dropout.scale);
+        send(piece, c, row, column);
     }
     // Before the block exits.
     __device__ __forceinline__ void finish() const {
@@ -354,7 +421,7 @@ struct RowSums {
 
 template <class S> static __global__ void __launch_bounds__(THREADS, 1)
     hopper_tiles(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                 const __grid_constant__ CUtensorMap c_map, const __grid_constant__ CUtensorMap activated_map, bool c_has_map,
+                 const __grid_constant__ CUtensorMap c_map, const __grid_constant__ CUtensorMap second_map, bool c_has_map,
                  RowProduct<typename S::Element, typename S::Out> g) {
     constexpr int TN = S::TN, TK = S::TK;
     using R = Ring<TN>;
@@ -377,6 +444,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
     const int64_t tiles_n = blocks_for<int64_t>(g.N, TN), tiles = tiles_m * tiles_n;
     const int all_steps = static_cast<int>(blocks_for<int64_t>(K, TK)), group = threadIdx.x / 128;
     const int steps_a_part = blocks_for(all_steps, static_cast<int>(g.splits));
+    const bool drops = S::AFTER == After::residual && g.residual.dropout.step;
     Turn<R::SLOTS> turn;
 
     if (group == CONSUMERS) {
@@ -395,17 +463,33 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                 if (blocks == 1) load_panel<S::B_K, TN>(b, &b_map, k, column, bar);
                 else load_panel<S::B_K, TN / 2, true>(b + half * ROW, &b_map, k, column + half, bar);
             }
+            if constexpr (S::AFTER == After::residual)
+                for (int n = 0; n < TN; n += RESIDUAL_COLUMNS, turn.next()) {
+                    mbar_wait(empty + turn.slot, turn.round ^ 1);
+                    mbar_expect(full + turn.slot, BOXES * BOX_BYTES);
+                    for (int box = 0; box < BOXES; box++)
+                        tma_load_2d(shared + turn.slot * R::SLOT + box * BOX_BYTES, &second_map,
+                                    static_cast<int>(at.n * TN) + n + box * PIECE_COLUMNS, static_cast<int>(at.m * TM),
+                                    full + turn.slot);
+                }
         }
     } else {
         reg_alloc<240>();
         const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
         Pieces pieces{shared + R::PIECES + (group * 4 + warp) * 2 * PIECE_BYTES};
+        const uint64_t number = drops ? g.residual.dropout.step[0] : 0;
         for (int64_t task = blockIdx.x; task < tiles * g.splits; task += gridDim.x) {
             const int64_t split = task / tiles;
             const int from = static_cast<int>(split) * steps_a_part, to = min(from + steps_a_part, all_steps);
             float sum[TN / 2];
             RowSums rows;
             const bool has_rows = S::ROW_SUMS && g.row_sums && tile_index<16>(task % tiles, tiles_m, tiles_n).n == 0;
+            Masks<TN> masks;
+            const auto make_masks = [&] { // as many in each step, until all are there
+                const TileIndex at = tile_index<16>(task % tiles, tiles_m, tiles_n);
+                masks.make(blocks_for(Masks<TN>::CHUNKS, to - from), g.residual.dropout, number,
+                           (at.m * TM + group * 64 + warp * PIECE_ROWS) * g.ldc + at.n * TN, g.ldc);
+            };
             int before = -1; // the slot whose products may still be in flight
             for (int step = from; step < to; step++, turn.next()) {
                 mbar_wait(full + turn.slot, turn.round);
@@ -417,6 +501,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                     multiply<S>(sum, a + NEXT<S::A_K> * k, b + NEXT<S::B_K> * k, step > from || k > 0);
                 wg_commit();
                 if (has_rows) rows.add(slot + group * BLOCK_BYTES);
+                if (drops) make_masks();
                 wg_wait<1>(); // the products of the previous slot have finished
                 if (before >= 0) release_slot(empty + before, blocks, lane);
                 before = turn.slot;
@@ -429,7 +514,24 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
             const TileIndex at = tile_index<16>(task % tiles, tiles_m, tiles_n);
             const int64_t first_row = at.m * TM + group * 64 + warp * 16, row = first_row + lane / 4; // of the warp, the lane
             const int64_t column = at.n * TN + lane % 4 * 2;
-            if (at.m * TM >= M) continue;
+            if constexpr (S::AFTER == After::residual) { // a tile below c releases its slots, too
+                finish_sums<TN>(sum, g, M, row, column);
+#pragma unroll
+                for (int n = 0; n < TN; n += PIECE_COLUMNS) {
+                    const int box = n / PIECE_COLUMNS % BOXES, first_column = static_cast<int>(at.n * TN) + n;
+                    if (box == 0) mbar_wait(full + turn.slot, turn.round);
+                    const char *const x = shared + turn.slot * R::SLOT + box * BOX_BYTES +
+                        (group * 64 + warp * PIECE_ROWS) * ROW;
+                    if (first_row < M && first_column < g.N)
+                        pieces.store_added(&c_map, g.residual.dropout, sum + n / 2, x, masks.word[n / PIECE_COLUMNS],
+                                           static_cast<int>(first_row), first_column);
+                    if (box < BOXES - 1) continue;
+                    __syncwarp();
+                    release_slot(empty + turn.slot, blocks, lane);
+                    turn.next();
+                }
+            }
+            if (S::AFTER == After::residual || at.m * TM >= M) continue;
             if (has_rows) rows.write(g, at.m * TM + group * BLOCK, split, of_warps + group * 4 * BLOCK, group);
             if (g.parts) {
                 write_sums<TN>(g.parts + split * g.M * g.N, nullptr, g.N, M, g.N, sum, row, column);
@@ -449,7 +551,7 @@ template <class S> static __global__ void __launch_bounds__(THREADS, 1)
                 finish_sums<TN>(sum, g, M, row, column);
                 // the map knows the launch's M
                 if (S::AFTER != After::nothing || (c_has_map && (M == g.M || first_row + PIECE_ROWS <= M)))
-                    pieces.store<S>(&c_map, &activated_map, g, sum, static_cast<int>(first_row), static_cast<int>(at.n * TN));
+                    pieces.store<S>(&c_map, &second_map, g, sum, static_cast<int>(first_row), static_cast<int>(at.n * TN));
                 else write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, sum, row, column);
             }
         }
@@ -472,7 +574,7 @@ template <class Element, class Out> bool hopper_sums_rows(const RowProduct<Eleme
 
 template <class Element, class Out> bool hopper_has_map(const RowProduct<Element, Out> &g) {
     const uintptr_t addresses = reinterpret_cast<uintptr_t>(g.c) | reinterpret_cast<uintptr_t>(g.activation.result) |
-        reinterpret_cast<uintptr_t>(g.activation.at);
+        reinterpret_cast<uintptr_t>(g.activation.at) | reinterpret_cast<uintptr_t>(g.residual.x);
     return !g.scatter && addresses % 16 == 0 && g.ldc * sizeof(Out) % 16 == 0;
 }
 
@@ -510,21 +612,24 @@ template <class S> static cudaError_t launch(const RowProduct<typename S::Elemen
     static const int clusters = clusters_at_once(hopper_tiles<S>, 2, THREADS, BYTES);
     const int64_t rows = blocks_for<int64_t>(g.M, TM), columns = blocks_for<int64_t>(g.N, S::TN) * g.splits;
     const bool in_pairs = has_clusters(rows, columns, clusters);
-    CUtensorMap a_map, b_map, c_map = {}, activated_map = {};
+    CUtensorMap a_map, b_map, c_map = {}, second_map = {}; // the second one: of the activation or the residual
     Launches launches;
     const bool c_has_map = !IS_EXP<typename S::Out> && hopper_has_map(g);
     launches << make_map<S::A_K, S::TK>(&a_map, g.a, g.M, g.K, g.lda, TM)
              << make_map<S::B_K, S::TK>(&b_map, g.b, g.N, g.K, g.ldb, in_pairs ? S::TN / 2 : S::TN);
     if (c_has_map) launches << make_result_map(&c_map, g.c, g);
-    if (c_has_map && S::AFTER == After::activation) launches << make_result_map(&activated_map, g.activation.result, g);
+    if (c_has_map && S::AFTER == After::activation) launches << make_result_map(&second_map, g.activation.result, g);
+    if constexpr (S::AFTER == After::residual)
+        launches << make_tensor_map_2d(&second_map, g.residual.x, sizeof(bf16), g.N, g.M, g.ldc * sizeof(bf16), PIECE_COLUMNS,
+                                       TM, true);
     if (launches.error != cudaSuccess) return launches.error;
     const int64_t tasks = (in_pairs ? round_up<int64_t>(rows, 2) : rows) * columns;
     const int64_t most = in_pairs ? 2 * clusters : pyops_multiprocessors();
     const unsigned blocks = static_cast<unsigned>(tasks < most ? tasks : most);
     return in_pairs
-        ? LAUNCH_CLUSTER_DEPENDENT(2, hopper_tiles<S>, blocks, THREADS, BYTES, stream, a_map, b_map, c_map, activated_map,
+        ? LAUNCH_CLUSTER_DEPENDENT(2, hopper_tiles<S>, blocks, THREADS, BYTES, stream, a_map, b_map, c_map, second_map,
                                    c_has_map, g)
-        : LAUNCH_DEPENDENT(hopper_tiles<S>, blocks, THREADS, BYTES, stream, a_map, b_map, c_map, activated_map, c_has_map, g);
+        : LAUNCH_DEPENDENT(hopper_tiles<S>, blocks, THREADS, BYTES, stream, a_map, b_map, c_map, second_map, c_has_map, g);
 }
 
 // Tiles of 256 columns read less per sum; tiles of 128 columns are twice as many, which fills the device better.
@@ -545,6 +650,7 @@ template <class Element, class Out> cudaError_t hopper_product(const RowProduct<
     if constexpr (std::is_same_v<Out, bf16>) {
         if (g.activation.result) return launch_best<Activating<256>, Activating<128>>(g, stream);
         if (g.activation.at) return launch_best<Differentiating<256>, Differentiating<128>>(g, stream);
+        if (g.residual.x) return launch_best<Adding<256>, Adding<128>>(g, stream);
     }
     if constexpr (sizeof(Element) == 2 && !IS_EXP<Out>) {
         if (!g.a_k) return g.b_k ? launch_layout<false, true>(g, stream) : launch_layout<false, false>(g, stream);

@@ -1,6 +1,7 @@
 // product.cuh - shared by the files that compute whole matrix products.
 #pragma once
 #include <cstdlib>
+#include "dropout.cuh"
 #include "exponentials.cuh"
 #include "real.cuh"
 
@@ -26,6 +27,13 @@ struct Activation {
     const bf16 *at = nullptr;               // not NULL: the rounded c is multiplied by the derivative there; laid out as c
 };
 
+// A residual connection in the epilogue, with dropout.  Only hopper_product computes it, where all matrices are bfloat16 and laid
+// out as in pyops_linear_residual, without limit and in one part of K.
+struct Residual {
+    const bf16 *x = nullptr;                // not NULL: c = x + dropout of the rounded sums; laid out as c, without gaps
+    Dropout dropout = {};
+};
+
 // c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], then max(0, ...) if relu is 1.  The row strides of a, b and c are lda, ldb, ldc.
 // Element: bf16, or float for floats rounded to TF32.   Out: float; if Element is bf16 also bf16; or the exponential of Element,
 // Exp16 or Exp32: then the result is `exps`, and of the other members a, b, M, N, K, lda, ldb and limit are used.
@@ -45,11 +53,12 @@ template <class Element, class Out = float> struct RowProduct {
     const int32_t *scatter = nullptr;       // not NULL: row m of the product is row scatter[m] of c
     const Out *gate = nullptr;              // not NULL: laid out as c, which is 0 where gate is not above 0
     Activation activation = {};
+    Residual residual = {};
     Exponentials<std::conditional_t<IS_EXP<Out>, Out, Exp16>> exps = {};
 };
 
 // The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are
-// multiples of 16 bytes.  `has_map`: also for c, whose rows are not scattered, and its activation; required for one.
+// multiples of 16 bytes.  `has_map`: also for c, whose rows are not scattered, and its activation or residual; required for one.
 // `sums_rows`: it can add to row_sums.
 template <class Element, class Out> bool hopper_product_fits(const RowProduct<Element, Out> &g);
 template <class Element, class Out> bool hopper_sums_rows(const RowProduct<Element, Out> &g);
@@ -87,6 +96,7 @@ struct RealProduct {
     const void *gate = nullptr;             // of the type of c, see RowProduct
     float *row_sums = nullptr;              // not NULL: (M), row_sums[m] += sum_k a[m,k], if the product can add them
     Activation activation = {};
+    Residual residual = {};
 };
 // row_sums_added: whether the product has added to row_sums.
 cudaError_t real_product(const RealProduct &g, cudaStream_t stream, bool *row_sums_added);
@@ -104,6 +114,7 @@ struct AnyProduct {
     const pyops_real *gate = nullptr;
     float *row_sums = nullptr;
     Activation activation = {};
+    Residual residual = {};
 };
 // Products that do not read each other's results, in one launch if that takes less time.  row_sums_added (count): which of them
 // have added to their row_sums.

@@ -27,6 +27,7 @@ from pyops.ops.join import ConcatContext
 from pyops.ops.layer_norm import LayerNorm
 from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
+from pyops.ops.linear_residual import LinearResidual, LinearResidualNorm
 from pyops.ops.mlp import MLPGradients
 from pyops.ops.pixel_linear import PixelLinear
 from pyops.ops.pooling import AvgPool2d, MaxPool2d
@@ -38,5 +39,6 @@ from pyops.ops.rnn import LSTM, RNN
 
 __all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'Attention', 'AvgPool2d', 'BatchNorm', 'ConcatContext', 'Conv2d', 'Conv2dFilters',
            'Conv2dTransposed', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU', 'EmbeddingPositions', 'FeedForward',
-           'GELUTanh', 'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'MaxPool2d', 'PixelLinear', 'Positions',
+           'GELUTanh', 'LayerNorm', 'Linear', 'LinearCrossEntropy', 'LinearResidual', 'LinearResidualNorm', 'MLPGradients',
+           'MaxPool2d', 'PixelLinear', 'Positions',
            'ReLU', 'Residual', 'ResidualNorm', 'SiLU', 'sequence_lengths']

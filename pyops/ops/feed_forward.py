@@ -8,10 +8,12 @@ import numpy as np
 from pyops.backend import REAL, as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import FWD
 from pyops.ops.activation import GELU, GELUTanh, SiLU
-from pyops.ops.linear import ACTIVATION_FWD, LAYER_DGRAD, LAYER_WGRAD
+from pyops.ops.linear import ACTIVATION_FWD, BRANCH_FWD, LAYER_DGRAD, LAYER_WGRAD
 from pyops.ops.relu import ReLU
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pyops.autograd import Tensor
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal, TensorGradients
@@ -51,18 +53,25 @@ class FeedForward:
         for parameter, shape in ((w1, (F, D)), (b1, (F,)), (w2, (D, F)), (b2, (D,))):
             check_parameter(parameter, shape)
 
-    def forward(self, x: Array) -> tuple[Array, Ctx]:
+    def forward(self, x: Array, into: Callable[..., Any] | None = None) -> tuple[Any, Ctx]:
+        """Return y and ctx.   into: of the second layer, as in Linear"""
         F, D = self.w1.value.shape
         check('x', x, (*np.shape(x)[:-1], D), REAL)
-        h, y = empty((*x.shape[:-1], F), x.dtype, f'{self.name}.h'), empty(x.shape, x.dtype, f'{self.name}.y')
+        h, y = empty((*x.shape[:-1], F), x.dtype, f'{self.name}.h'), None
+        if into is None:
+            y = empty(x.shape, x.dtype, f'{self.name}.y')
         a, weight = self._inner(h), self.w1.operand(x.dtype)
         if a is h:
             gemm(as_rows(h), as_rows(x), weight.T, self.b1.value, relu=True)
         else:
             launch('linear_activation', h, a, x, weight, self.b1.value, *as_rows(h).shape, D, SMOOTH.index(self.activation))
         note_product(self, FWD if a is h else ACTIVATION_FWD, 'w1', weight=self.w1, bias=self.b1, rows=x.shape[:-1])
-        gemm(as_rows(y), as_rows(h), self.w2.operand(x.dtype).T, self.b2.value)
-        note_product(self, FWD, 'w2', weight=self.w2, bias=self.b2, rows=x.shape[:-1])
+        weight = self.w2.operand(x.dtype)
+        if into is None:
+            gemm(as_rows(y), as_rows(h), weight.T, self.b2.value)
+        else:
+            y = into(h, weight, self.b2.value)
+        note_product(self, FWD if into is None else BRANCH_FWD, 'w2', weight=self.w2, bias=self.b2, rows=x.shape[:-1])
         return y, self.Ctx(x, h, None if a is h else a)
 
     def _inner(self, h: Array) -> Array:

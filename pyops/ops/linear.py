@@ -1,7 +1,7 @@
 """Linear: the matrix product with a bias."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from pyops.backend import (
     may_overlap,
     note_product,
 )
-from pyops.backend.kernels import FWD, Kernel, Product, declare
+from pyops.backend.kernels import FWD, Kernel, Made, Product, declare
 
 if TYPE_CHECKING:
     from pyops.autograd import Tensor
@@ -31,6 +31,16 @@ LAYER_WGRAD = Product('wgrad', {'g': 'dy', 'x': 'x'})
 LAYER_DGRAD = Product('dgrad', {'g': 'dy', 'w': 'weight', 'dx': 'dx'})
 # of linear_activation
 ACTIVATION_FWD = Product('fwd', {'x': 'x', 'w': 'weight', 'y': 'a'})
+
+
+def _branch(s: Sizes, array: Callable[[str], Array]) -> Array:
+    """Return the product of linear_residual and linear_residual_norm, which they do not store."""
+    y = empty((s['R'], s['O']), array('x').dtype)
+    gemm(y, as_rows(array('x')), array('weight').T, array('bias'))
+    return y
+
+
+BRANCH_FWD = Product('fwd', {'x': 'x', 'w': 'weight', 'y': Made(lambda s: (s['R'], s['O']), _branch)})
 # of linear_pair and linear_pair_backward, for each layer of the pair
 PAIR_FWD = [Product('fwd', {'x': f'x{i}', 'w': f'weight{i}', 'y': f'y{i}'}) for i in (1, 2)]
 PAIR_WGRAD, PAIR_DGRAD = ([product.replaced(roles={role: f'{name}{i}' for role, name in product.roles.items()}) for i in (1, 2)]
@@ -62,10 +72,18 @@ class Linear:
         if bias:
             check_parameter(bias, (O,))
 
-    def forward(self, x: Array, out: Array | None = None) -> tuple[Array, Ctx]:
-        """Return y, which is `out` if it is given, and the ctx."""
+    def forward(self, x: Array, out: Array | None = None, into: Callable[..., Any] | None = None) -> tuple[Any, Ctx]:
+        """Return y, which is `out` if it is given, and the ctx.
+
+        into: a function of x, weight and bias.  It launches a kernel that computes the product and what follows it; its
+        result is returned as y.
+        """
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I), REAL)
+        if into is not None:
+            result = into(x, self.weight.operand(x.dtype), self.bias and self.bias.value)
+            self._note(BRANCH_FWD, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
+            return result, self.Ctx(x)
         y = empty((*x.shape[:-1], O), x.dtype, f'{self.name}.y') if out is None else out
         if out is not None:
             check('y', y, (*x.shape[:-1], O), x.dtype)
@@ -209,5 +227,7 @@ def _flops_of_pair(s: Sizes) -> int:
 declare(linear_backward=Kernel(lambda s, array: (2 if array('dx') is None else 4) * s['R'] * s['O'] * s['I']),
         linear_activation=Kernel(lambda s, array: 2 * s['R'] * s['O'] * s['I']),
         linear_activation_backward=Kernel(lambda s, array: 4 * s['R'] * s['O'] * s['I']),
+        linear_residual=Kernel(lambda s, array: 2 * s['R'] * s['O'] * s['I']),
+        linear_residual_norm=Kernel(lambda s, array: 2 * s['R'] * s['O'] * s['I']),
         linear_pair=Kernel(lambda s, array: _flops_of_pair(s)),
         linear_pair_backward=Kernel(lambda s, array: 2 * _flops_of_pair(s)))

@@ -1,7 +1,6 @@
 """ResidualNorm: layer norm of a residual connection."""
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ class ResidualNorm:
     Notes    one kernel forward and one backward; bit-equal to Residual and LayerNorm
              residual: the name of the residual connection, for its tensors
              a pre-norm sublayer uses the sum, ctx.sum, as well: the backward pass adds the gradient of that use
+             forward_of_product() is forward() with the last product of the branch in the same call
     """
 
     class Ctx(NamedTuple):
@@ -50,13 +50,32 @@ class ResidualNorm:
         C = len(self.weight.value)
         check('x', x, (*np.shape(x)[:-1], C), REAL)
         check('branch', branch, x.shape, x.dtype)
+        y, ctx = self._results(x, step)
+        launch('residual_norm_forward', y, *ctx[:3], x, branch, step, self.weight.value, self.bias.value, ctx.mean.size, C,
+               self.p, self.key, self.eps)
+        return y, ctx
+
+    def forward_of_product(self, x: Array, step: Array | None, h: Array, weight: Array,
+                           bias: Array | None) -> tuple[Array, Ctx]:
+        """Return what forward(x, h weight' + bias, step) returns, from one call.
+
+        h (..., I), weight (C, I), bias (C,) or None
+        """
+        C, I = axes('weight', weight, 'C I')
+        check('x', x, (*np.shape(x)[:-1], len(self.weight.value)), REAL)
+        check('h', h, (*x.shape[:-1], I), x.dtype)
+        y, ctx = self._results(x, step)
+        launch('linear_residual_norm', y, *ctx[:3], h, weight, bias, x, step, self.weight.value, self.bias.value, ctx.mean.size,
+               C, I, self.p, self.key, self.eps)
+        return y, ctx
+
+    def _results(self, x: Array, step: Array | None) -> tuple[Array, Ctx]:
+        """Return empty arrays for y and ctx."""
         if step is not None:
             check('step', step, (1,), np.int64)
         rows = x.shape[:-1]
         y, total = empty(x.shape, x.dtype, f'{self.name}.y'), empty(x.shape, x.dtype, f'{self.residual}.y')
         mean, rstd = empty(rows, name=f'{self.name}.mean'), empty(rows, name=f'{self.name}.rstd')
-        launch('residual_norm_forward', y, total, mean, rstd, x, branch, step, self.weight.value, self.bias.value,
-               math.prod(rows), C, self.p, self.key, self.eps)
         return y, self.Ctx(total, mean, rstd, step if self.p else None)
 
     def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> tuple[Array, Array]:

@@ -42,6 +42,8 @@ BOUNDS = [
     ('matmul_double', {}, f'M>=0 N>=0 K>=0 ldy>=1 {SHAPE}'),
     ('linear_backward', {}, 'R>=0 O>=0 I>=0'),
     ('linear_activation linear_activation_backward', {}, 'R>=0 O>=0 I>=0 activation>=0 activation<=2'),
+    ('linear_residual', {'step': None}, 'R>=0 O>=0 I>=0 p>=0 p<1'),
+    ('linear_residual_norm', {'step': None}, 'R>=0 O>=1 I>=0 p>=0 p<1 eps>=0'),
     ('linear_pair linear_pair_backward', {}, 'R1>=0 R2>=0 O1>=0 O2>=0 I1>=0 I2>=0'),
     ('to_bf16', {}, 'R>=0 C>=0 ld>=1'),
     ('gemm_bf16', {}, 'M>=0 N>=0 K>=0 ldc>=1 lda>=1 ldb>=1'),

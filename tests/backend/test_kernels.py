@@ -412,6 +412,27 @@ def test_a_linear_layer_with_an_activation_has_the_bits_of_two_kernels(R, O, I, 
         assert got.tobytes() == want.tobytes()
 
 
+@pytest.mark.parametrize('R,O,I', [(0, 3, 2), (1, 1, 1), (7, 3, 0), (33, 9, 40), (1152, 64, 70)])
+@pytest.mark.parametrize('p', [0.0, 0.3])
+def test_a_linear_layer_with_a_residual_has_the_bits_of_separate_kernels(R, O, I, p):
+    rng, step, key, eps = np.random.default_rng(R), np.array([5 + (3 << 32)]), 0x0123456789ABCDEF, 1e-5
+    x, weight, bias, residual, norm_weight, norm_bias = (
+        rng.standard_normal(s).astype('f') for s in ((R, I), (O, I), (O,), (R, O), (O,), (O,)))
+    branch, want_sum, want_y, y, total, of_norm = (np.full((R, O), np.nan, 'f') for _ in range(6))
+    (mean, want_mean), (rstd, want_rstd) = [[np.full(R, np.nan, 'f') for _ in range(2)] for _ in range(2)]
+    launch('gemm', branch, x, weight, bias, R, O, I, O, I, 1, 1, I, 0, 0)
+    launch('residual_norm_forward', want_y, want_sum, want_mean, want_rstd, residual, branch, step, norm_weight, norm_bias, R,
+           O, p, key, eps)
+    launch('linear_residual', y, x, weight, bias, residual, step, R, O, I, p, key)
+    launch('linear_residual_norm', of_norm, total, mean, rstd, x, weight, bias, residual, step, norm_weight, norm_bias, R, O, I,
+           p, key, eps)
+    launch('residual', branch, residual, branch, step, R * O, p, key)
+    for got, want in (y, branch), (total, want_sum), (of_norm, want_y), (mean, want_mean), (rstd, want_rstd):
+        assert got.tobytes() == want.tobytes()
+    dropped = (y == residual).mean() if y.size > 500 else p
+    assert abs(dropped - p) < 0.1
+
+
 @pytest.mark.parametrize('kernel,arrays', [('linear_activation', 5), ('linear_activation_backward', 7)])
 @pytest.mark.parametrize('sizes,kind,message', [((2, -1, 2), 0, 'R=2 O=-1 I=2, expected at least 0'), (
     (2, 2, 2), 3, r'activation=3, expected 0 \(SiLU\), 1 \(GELU\) or 2 \(GELU with tanh\)')])

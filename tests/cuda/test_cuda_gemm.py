@@ -458,6 +458,37 @@ def test_an_activation_in_the_epilogue_has_the_bits_of_its_kernel(R, O, I, activ
         assert all((memory == 7).all() for memory in (of_y, of_a, of_dx)), 'wrote beyond its block'
 
 
+# As above.  A slot of the residual has 128 columns: c ends in its first half, in its second half, and with it.  Fewer and more
+# steps along K than masks of a lane.  The third size has tiles of 256 columns.
+RESIDUAL_SIZES = (257, 520, 136), (272, 64, 1096), (400, 504, 72), (100, 1024, 120)
+
+
+@pytest.mark.parametrize('p,wanted', [(0.0, NEVER), (0.3, NEVER), (0.3, ALWAYS)])
+@pytest.mark.parametrize('R,O,I', RESIDUAL_SIZES)
+def test_a_residual_in_the_epilogue_has_the_bits_of_its_kernel(R, O, I, p, wanted, multicast):
+    """Shift 0 has it in the epilogue, as the test of launches below shows; shift 1 has no bulk stores, so a kernel follows."""
+    rng, step, key, eps = np.random.default_rng([R, O, I]), np.array([3 + (5 << 32)]), 0x0123456789ABCDEF, 1e-5
+    x, weight, residual = (matrix_bf16(rng, rows, columns, columns, 0) for rows, columns in ((R, I), (O, I), (R, O)))
+    bias, norm_weight, norm_bias = (rng.standard_normal(O).astype(np.float32) for _ in range(3))
+    multicast(wanted)
+    want_sum, _ = placed(np.zeros((R, O), np.uint16), O, 0)
+    want_y, want_mean, want_rstd = np.empty_like(want_sum), np.empty(R, np.float32), np.empty(R, np.float32)
+    gemm_real(want_sum, x, weight.T, bias)
+    call('residual_norm_forward', real(want_y), real(want_sum), want_mean, want_rstd, real(residual), real(want_sum), step,
+         norm_weight, norm_bias, R, O, p, key, eps)
+    assert not p or abs((want_sum == residual).mean() - p) < 0.05
+    for shift in 0, 1:
+        (y, of_y), (total, of_total), (there, _) = (placed(array, O, shift) for array in (want_sum ^ 1, want_sum ^ 1, residual))
+        of_norm, mean, rstd = want_y ^ 1, np.zeros(R, np.float32), np.zeros(R, np.float32)
+        call('linear_residual', real(y), real(x), real(weight), bias, real(there), step, R, O, I, p, key)
+        call('linear_residual_norm', real(of_norm), real(total), mean, rstd, real(x), real(weight), bias, real(there), step,
+             norm_weight, norm_bias, R, O, I, p, key, eps)
+        for got, want in ((y, want_sum), (total, want_sum), (of_norm, want_y), (mean, want_mean), (rstd, want_rstd)):
+            assert got.tobytes() == want.tobytes()
+        y[...], total[...] = 7, 7
+        assert (of_y == 7).all() and (of_total == 7).all(), 'wrote beyond its block'
+
+
 @pytest.mark.parametrize('p', (TF32, BF16), ids=('tf32', 'bf16'))
 def test_converted_operands_are_shared_with_the_same_bits(p, precision, multicast):
     rng = np.random.default_rng(9)
@@ -539,6 +570,26 @@ def at(i): return mark | i << 20
 here.call("linear_activation", at(1) + FIRST, at(2), at(3), at(4), None, R, O, I, 1)
 here.call("linear_activation_backward", at(5), 6 << 20, None, at(7), at(3), at(8) + FIRST, at(4), R, O, I, 1)
 '''
+
+
+CONNECTED = '''
+import test_cuda_gemm as here
+mark = 1 << 63
+def at(i): return mark | i << 20
+for R, O, I in here.RESIDUAL_SIZES:
+    here.call("linear_residual", at(1), at(2), at(3), None, at(4) + FIRST, 5 << 20, R, O, I, 0.3, 7)
+here.call("linear_residual_norm", at(1), at(2), 3 << 20, 4 << 20, at(5), at(6), None, at(7) + FIRST, 8 << 20, 9 << 20, 10 << 20,
+          R, O, I, 0.3, 7, 1e-5)
+# few tiles and a long sum: several blocks share a tile
+here.call("linear_residual", at(1), at(2), at(3), None, at(4), 5 << 20, 128, 128, 4096, 0.3, 7)
+'''
+
+
+def test_a_residual_in_the_epilogue_takes_no_launch(tmp_path):
+    def found(first):
+        return [re.search(r'\w+', line[0])[0] for line in launches(tmp_path, CONNECTED.replace('FIRST', first))]
+    assert found('0') == ['hopper_tiles'] * len(RESIDUAL_SIZES) + ['hopper_tiles', 'forward', 'hopper_tiles', 'drop']
+    assert found('2') == ['hopper_tiles', 'drop'] * len(RESIDUAL_SIZES) + ['hopper_tiles', 'forward', 'hopper_tiles', 'drop']
 
 
 BIASES = '''

@@ -35,6 +35,8 @@ from pyops.ops import (
     LayerNorm,
     Linear,
     LinearCrossEntropy,
+    LinearResidual,
+    LinearResidualNorm,
     MaxPool2d,
     MLPGradients,
     PixelLinear,
@@ -485,6 +487,42 @@ class ResidualNormRow(ResidualRow):
 
     def torch(self, torch, x, branch, weight, bias, step=None):
         return torch.nn.functional.layer_norm(super().torch(torch, x, branch, step), x.shape[-1:], weight, bias)
+
+
+class LinearResidualRow(ResidualRow):
+    sizes = ((1, 1, 1), (2, 3, 5, 7), (3, 5, 17, 33), (9, 40, 64))                                # ..., O, I
+    large = (9, 101, 100, 96)
+
+    def __init__(self, with_dropout):
+        super().__init__(with_dropout)
+        self.name = f'linear_{self.name}'
+
+    def build(self, size, rng):
+        *rows, O, I = size
+        return Built(lambda weight, bias: LinearResidual(weight, bias, self.P, self.KEY),
+                     dict(x=normal(rng, *rows, I), residual=normal(rng, *rows, O)),
+                     dict(weight=normal(rng, O, I), bias=normal(rng, O)), super().build(size, rng).constants)
+
+    def torch(self, torch, x, residual, weight, bias, step=None):
+        return super().torch(torch, residual, torch.nn.functional.linear(x, weight, bias), step)
+
+
+class LinearResidualNormRow(LinearResidualRow):
+    sizes = ((1, 3, 1), (2, 3, 5, 7), (3, 5, 17, 33), (9, 40, 64))                                # ..., O, I
+
+    def __init__(self, with_dropout):
+        super().__init__(with_dropout)
+        self.name = self.name.replace('residual', 'residual_norm')
+
+    def build(self, size, rng):
+        built, O = super().build(size, rng), size[-2]
+        return Built(lambda weight, bias, norm_weight, norm_bias: LinearResidualNorm(
+                         weight, bias, norm_weight, norm_bias, self.P, self.KEY),
+                     built.inputs, built.params | dict(norm_weight=normal(rng, O), norm_bias=normal(rng, O)), built.constants)
+
+    def torch(self, torch, x, residual, weight, bias, norm_weight, norm_bias, step=None):
+        total = super().torch(torch, x, residual, weight, bias, step)
+        return torch.nn.functional.layer_norm(total, total.shape[-1:], norm_weight, norm_bias)
 
 
 class EmbeddingPositionsRow(ResidualRow):
@@ -968,7 +1006,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
          *(RecurrentRow(op, **settings) for op, settings in ((LSTM, {}), (RNN, {}), (RNN, dict(nonlinearity='relu')))),
          *(RecurrentRow(op, False) for op in (LSTM, RNN)), *(RecurrentRow(op, bias=False) for op in (LSTM, RNN)),
          *(RecurrentRow(op, with_lengths=True) for op in (LSTM, RNN)),
-         *(row(with_dropout) for row in (ResidualRow, ResidualNormRow) for with_dropout in (False, True)),
+         *(row(with_dropout) for row in (ResidualRow, ResidualNormRow, LinearResidualRow, LinearResidualNormRow)
+           for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          *(SmoothFeedForwardRow(activation) for activation in ('silu', 'gelu')),
          SmoothFeedForwardRow('gelu_tanh', 'gelu', approximate='tanh'),
