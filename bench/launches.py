@@ -181,8 +181,24 @@ def calls_of(plan, device, precision):
             count += LOGIT_BYTES[precision] * scalars['R'] * scalars['V']
         first = launched(device)
         plan.run(i, i + 1)
-        yield (action.kernel, float(operations(action, argument)), float(count),
-               int(scalars['T']) if action.kernel.startswith('gru_') else 1, (first, launched(device)))
+        end, flops = launched(device), float(operations(action, argument))
+        if action.kernel == 'linear_residual_norm':
+            yield from of_residual_norm(action.tensors, flops, first, end)
+        else:
+            steps = int(scalars['T']) if action.kernel.startswith('gru_') else 1
+            yield action.kernel, flops, float(count), steps, (first, end)
+
+
+def of_residual_norm(tensors, flops, first, end):
+    """Yield a product and a norm as two calls, as calls_of() does: of wgmma, the product adds the residual."""
+    def count(names):
+        return float(sum(tensors[name].nbytes for name in names.split() if name in tensors))
+    joined = launch_lines()[first].startswith('hopper_tiles') and tensors['sum'].dtype.itemsize == 2
+    product, norm = ('x weight bias sum', 'y sum mean rstd norm_weight norm_bias')
+    one, other, product, norm = (('linear_residual', 'layer_norm_forward', f'{product} residual', norm) if joined else
+                                 ('gemm', 'residual_norm_forward', product, f'{norm} residual sum'))
+    yield one, flops, count(product), 1, (first, end - 1)
+    yield other, 0.0, count(norm), 1, (end - 1, end)
 
 
 def estimate(step, precision, found, calls):
@@ -217,7 +233,12 @@ def estimate(step, precision, found, calls):
 def launched(device):
     """Return the number of launches so far."""
     device.synchronize()
-    return len(Path(os.environ['EMU_LAUNCHES']).read_text().splitlines())
+    return len(launch_lines())
+
+
+def launch_lines():
+    """Return the lines of the emulator's list of launches."""
+    return Path(os.environ['EMU_LAUNCHES']).read_text().splitlines()
 
 
 def write(page=PAGE):

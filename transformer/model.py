@@ -6,6 +6,7 @@ each sentence begins.  So nothing is computed for padding.  Ops store nothing: e
 passes to backward().  Where two gradients of one array meet, `into=` adds the second to the first.
 """
 import copy
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -134,6 +135,12 @@ def is_compact(config):
     return getattr(config.ops, 'is_compact', False)
 
 
+def joins_residuals(config):
+    """Return whether the last product of a sublayer is one call with the residual sum and the layer norm after it: on a GPU,
+    whose product adds its result to x, unless operands are rounded (docs/cuda_gemm.md, Residual connections)."""
+    return joins_products() and config.ops is ops
+
+
 def adds_in_place(config):
     """Return whether the last product of a sublayer adds its result to the residual sum: with rounded weights."""
     return is_compact(config) and config.ops.rounds
@@ -233,7 +240,7 @@ class MultiHeadAttention:
         return y, [c1, c2, c3, c4]
 
     def project(self, a, into=None):
-        """Apply the last projection.   into: only with compact weights; see Sublayer"""
+        """Apply the last projection.   into: see Sublayer"""
         return self.out.forward(a) if into is None else self.out.forward(a, into=into)
 
     def backward(self, dy, ctx, into=None, dmemory=None):
@@ -312,6 +319,7 @@ class Sublayer:
     pre-norm                           x = x + dropout(f(n));  n = norm(x), the input of the next sublayer: a Sum to a Sum
                                        with rounded weights (pyops.compute), f adds to x in place
 
+    On a GPU the last product of f also computes the op.
     following: the prefix of the next sublayer, whose norm a pre-norm sublayer computes
     """
 
@@ -320,15 +328,20 @@ class Sublayer:
         norm = norm_of(params, following if config.pre_norm else prefix)
         self.residual = ResidualNorm(*norm, config.dropout, key(params.seed, name), residual=name)
         self.norm = LayerNorm(*norm) if config.pre_norm and adds_in_place(config) else None
+        self.joins = joins_residuals(config)
 
     def forward(self, x, f, step):
-        """Return y and ctx.  f(n) returns a branch and its ctx;  f(n, x) adds the branch to x, and returns x and the ctx."""
+        """Return y and ctx.  f(n) returns a branch and its ctx;  f(n, into) gives `into` to its last layer, and returns the
+        result and ctx: compact layers add the branch to an array, others call a function in place of their product."""
         x, n = x if self.pre_norm else (x, x)
         if self.norm:
             x, c1 = f(n, x)
             return Sum(x, self.norm.forward(x)[0]), [c1, None]
-        b, c1 = f(n)
-        y, c2 = self.residual.forward(x, b, step)
+        if self.joins:
+            (y, c2), c1 = f(n, functools.partial(self.residual.forward_of_product, x, step))
+        else:
+            b, c1 = f(n)
+            y, c2 = self.residual.forward(x, b, step)
         return Sum(c2.sum, y) if self.pre_norm else y, [c1, c2]
 
     def backward(self, dy, ctx, f_backward):

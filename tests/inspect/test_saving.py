@@ -111,7 +111,12 @@ class Witness:
                 self.Linear_forward(layer, x, (y, None))
         elif result:
             self.parameters(op.name, weight=op.weight, bias=op.bias)
-            self.tell(op.name, 'forward', input=x, output=result[0])
+            self.tell(op.name, 'forward', input=x, output=self.product_of(result[0], x, op.weight, op.bias))
+
+    @staticmethod
+    def product_of(y, x, weight, bias):
+        """Return the product of a layer whose result is y, or more than that, as in the sublayers of a transformer on a GPU."""
+        return backend.product(as_rows(x), weight.value.T, bias and bias.value) if isinstance(y, tuple) else y
 
     def Linear_backward(self, op, dy, ctx, want_dx=None, result=None):
         if result is None and isinstance(op, JoinedLinear):
@@ -138,13 +143,13 @@ class Witness:
         self.tell(layer, 'backward', grad_input=dx)
         return dx
 
-    def FeedForward_forward(self, op, x, result=None):
+    def FeedForward_forward(self, op, x, *into, result=None):
         if result:
             y, ctx = result
             self.parameters(f'{op.name}.w1', weight=op.w1, bias=op.b1)
             self.parameters(f'{op.name}.w2', weight=op.w2, bias=op.b2)
             self.tell(f'{op.name}.w1', 'forward', input=x, output=ctx.h if ctx.a is None else ctx.a)
-            self.tell(f'{op.name}.w2', 'forward', input=ctx.h, output=y)
+            self.tell(f'{op.name}.w2', 'forward', input=ctx.h, output=self.product_of(y, ctx.h, op.w2, op.b2))
 
     def FeedForward_backward(self, op, dy, ctx, *into, result=None):
         if result is None:

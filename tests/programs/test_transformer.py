@@ -181,8 +181,10 @@ def test_the_default_size_has_64_parameter_tensors():
     assert not any('attention.' in name and '.norm.' not in name for name in biases), 'projections have no bias'
 
 
+@pytest.mark.parametrize('joins', [False, True])
 @pytest.mark.parametrize('pre_norm', [False, True])
-def test_what_follows_the_branch_of_a_sublayer_is_one_kernel_in_each_direction(pre_norm):
+def test_what_follows_the_branch_of_a_sublayer_is_one_kernel_in_each_direction(pre_norm, joins, monkeypatch):
+    monkeypatch.setattr(module, 'joins_products', lambda: joins)        # True: as on a GPU
     config = Config(50, 61, layers=2, pre_norm=pre_norm, **SMALL)
     model, step = Transformer(config, seed=3), np.array([5])
     with plan.Plan(model.params, step=step) as recorded:
@@ -190,7 +192,9 @@ def test_what_follows_the_branch_of_a_sublayer_is_one_kernel_in_each_direction(p
         model.backward(ctx)
     kernels = collections.Counter(action.kernel for action in recorded.actions)
     sublayers, sides = 10, 2
-    assert kernels['residual_norm_forward'] == kernels['residual_norm_backward'] == sublayers
+    forward = 'linear_residual_norm' if joins else 'residual_norm_forward'
+    assert kernels[forward] == kernels['residual_norm_backward'] == sublayers
+    assert kernels['residual_norm_forward'] + kernels['linear_residual_norm'] == sublayers
     assert kernels['layer_norm_forward'] == kernels['layer_norm_backward'] == (sides if pre_norm else 0), 'the first of a side'
     assert kernels['embedding_positions_forward'] == kernels['embedding_positions_backward'] == sides
     assert not {'residual', 'dropout', 'embedding_forward', 'embedding_backward', 'column_sums', 'relu_backward'} & set(kernels)
@@ -415,8 +419,9 @@ def test_joined_products_of_q_k_and_v_give_the_results_of_three_products(monkeyp
     assert all(part.joined for a in attentions(joined) for part in (a.qkv, a.kv))
     assert abs(joined_loss - loss) <= 1e-6 * abs(loss) and np.abs(grads).max() > 1e-3
     near(joined_grads, grads, 1e-6 * np.abs(grads).max(), 'gradients')
-    # Three calls become one, in forward and in backward, in 4 self-attentions and 2 cross-attentions.
-    assert count - joined_count == 2 * 2 * (4 + 2)
+    # Three calls become one, in forward and in backward, in 4 self-attentions and 2 cross-attentions; and in forward the last
+    # product of each sublayer is one call with what follows it.
+    assert count - joined_count == 2 * 2 * (4 + 2) + 10
 
 
 def test_a_row_of_weights_that_does_not_end_on_a_cache_line_is_not_joined(monkeypatch):
@@ -432,6 +437,21 @@ def test_layers_with_rounded_operands_are_not_joined(monkeypatch, recipe):
     made = family(Recipe.parse(recipe))
     _, model = transformers(monkeypatch, Config(20, 21, **SMALL, ops=made))
     assert all(part.joined is None for a in attentions(model) for part in (a.qkv, a.kv))
+
+
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_the_last_product_of_a_sublayer_has_the_same_bits_with_what_follows_it(monkeypatch, pre_norm):
+    config = Config(20, 21, **SMALL, pre_norm=pre_norm, dropout=0.3)
+    batch, step = packed_batch(*random_batch(config, 5)), put(np.array([3]))
+    results = []
+    for joins in False, True:
+        monkeypatch.setattr(module, 'joins_residuals', lambda config, joins=joins: joins)
+        model = Transformer(config)
+        assert model.encoder.blocks[0].first.joins == joins
+        loss, ctx = model.forward(batch, step)
+        model.backward(ctx)
+        results.append((get(loss).tobytes(), get(model.params.grads).tobytes()))
+    assert results[0] == results[1] and np.abs(get(model.params.grads)).max() > 1e-3
 
 
 def test_products_are_joined_on_a_gpu_only():
