@@ -29,14 +29,14 @@ from transformer.train import PRESETS
 PROGRAM = 'bench.gpu'
 FULL = SimpleNamespace(
     turns=7, seconds=0.3, product_turns=3, product_seconds=0.04, memory=2**24, products=gpu_products.FULL,
-    activations=gpu_products.ACTIVATIONS,
+    activations=gpu_products.ACTIVATIONS, residuals=gpu_products.RESIDUALS,
     layers=gpu_products.FULL_LAYERS, attention=gpu_attention.FULL, source=7939, target=13387, batch=128, pairs=20_000,
     num_steps=9, checked=3, seq2seq={}, transformer={}, base=dict(batch=256, num_steps=64, checked=1),
     # llm.c's padded vocabulary: with a multiple of 8 words, all contestants have aligned rows of logits
     gpt2=dict(batch=16, count=256, checked=1, words=50304), mnist=dict(images=50_000, epochs=10))
 TRIAL = SimpleNamespace(
     turns=2, seconds=0.0, product_turns=1, product_seconds=0.0, memory=2**12, products=gpu_products.TRIAL,
-    activations=gpu_products.TRIAL_ACTIVATIONS,
+    activations=gpu_products.TRIAL_ACTIVATIONS, residuals=gpu_products.TRIAL_RESIDUALS,
     layers=gpu_products.TRIAL_LAYERS, attention=gpu_attention.TRIAL, source=20, target=30, batch=4, pairs=40, num_steps=5,
     checked=3, seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
     base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1, checked=1),

@@ -47,6 +47,10 @@ FULL = [Shape('square', 8192, 8192, 8192, 'NT'), *RAGGED, *layer('seq2seq gates'
 # Rows, width of the model and inner width of feed-forward layers with a smooth activation.
 ACTIVATIONS = (1152, 256, 64), (16384, 512, 2048), (8192, 768, 3072)
 TRIAL_ACTIVATIONS = (260, 64, 256),
+# Rows, width of the model and inputs of layers whose result is added to a residual: the last of attention and of feed-forward
+# layers.  The first is computed by tiles, with kernels that follow.
+RESIDUALS = (1152, 256, 64), (16384, 512, 512), (16384, 512, 2048), (8192, 768, 3072)
+TRIAL_RESIDUALS = (260, 64, 256),
 # The last is large enough for the emulator's four multiprocessors to convert the operands and use wgmma.
 TRIAL = [*layer('gates', 36, 48, 16), *RAGGED, *layer('ff', 130, 264, 72, True), *layer('logits', 12, 30, 16),
          Shape('converted', 1020, 1024, 200, 'NT')]
@@ -270,6 +274,7 @@ def products(run):
                 measure(case, f'{what} of bf16 matrices', precision, case.gemm_bf16(gpu), is_plain=True)
         gpu.precision = 'fp32'
     activations(run)
+    residuals(run)
 
 
 def activations(run):
@@ -331,6 +336,68 @@ def _activation(run, figure, rows, width, inner, kind, function):
     flops, figure['backward_s'] = 2 * rows * inner * width, seconds.pop('backward')
     run.timed(figure, seconds, flops=flops, flops_per_s=flops / seconds['ours'])
     run.show(figure, f'{flops / seconds["ours"] * 1e-12:7.1f} TFLOP/s, backward {1e3 * figure["backward_s"]:.3f} ms')
+    gpu.precision = 'fp32'
+
+
+def residuals(run):
+    """Compare linear_residual and linear_residual_norm with float64, in bfloat16 with dropout, and with separate kernels."""
+    for rows, width, inputs in run.sizes.residuals:
+        figure = run.figure(f'linear and residual {rows}x{width}x{inputs} bf16')
+        if figure is not None:
+            _residual(run, figure, rows, width, inputs)
+
+
+def _residual(run, figure, rows, width, inputs):
+    from pyops import backend
+    from pyops.ops import LayerNorm
+    from pyops.philox import dropout_mask
+    gpu, sizes, rng, p, key, eps = run.gpu, run.sizes, np.random.default_rng([rows, width, inputs]), 0.25, 7, 1e-5
+
+    x, weight, residual = (rounded(rng.standard_normal(shape, np.float32) / np.float32(scale), 'bf16') for shape, scale in (
+        ((rows, inputs), 1), ((width, inputs), math.sqrt(inputs)), ((rows, width), 1)))
+    bias, norm_weight, norm_bias = (rng.standard_normal(width, np.float32) for _ in range(3))
+    of = {name: stored_bf16(backend.put(array)) for name, array in dict(x=x, weight=weight, residual=residual).items()}
+    here = {name: backend.put(array) for name, array in dict(bias=bias, norm_weight=norm_weight, norm_bias=norm_bias,
+                                                             step=np.array([3])).items()}
+    y, total, norm, branch = (backend.empty((rows, width), backend.BF16) for _ in range(4))
+    mean, rstd = backend.empty(rows), backend.empty(rows)
+    after = here['norm_weight'], here['norm_bias'], rows, width
+
+    def product():
+        gpu.launch('linear_residual', y, of['x'], of['weight'], here['bias'], of['residual'], here['step'], rows, width, inputs,
+                   p, key)
+
+    def ours():
+        gpu.launch('linear_residual_norm', norm, total, mean, rstd, of['x'], of['weight'], here['bias'], of['residual'],
+                   here['step'], *after, inputs, p, key, eps)
+
+    def separate():
+        backend.gemm(branch, of['x'], of['weight'].T, here['bias'])
+        gpu.launch('residual_norm_forward', norm, total, mean, rstd, of['residual'], branch, here['step'], *after, p, key, eps)
+
+    def results(call):
+        call()
+        return {name: backend.get(array) for name, array in dict(y=y, sum=total, norm=norm, mean=mean, rstd=rstd).items()}
+    gpu.precision = 'bf16'
+    product()
+    first = results(ours)
+    exact = Reference(Product(x, weight.T, rng), bias, None, False)
+    at, keep = exact.rows, dropout_mask(rows * width, p, 3, key).reshape(rows, width)
+    run.check(figure, 'y: dropped elements that differ from the residual', np.count_nonzero((first['y'] != residual)[~keep]))
+    want = residual[at] + keep[at] * exact.exact / (1 - p)
+    allowed = (exact.allowed + HALF * np.abs(exact.exact)) / (1 - p) + HALF * np.abs(want) + 4 * EPS
+    run.check(figure, f'y, {len(at)} of {rows} rows', (np.abs(first['y'][at] - want) / allowed).max(), 1.0)
+    run.check(figure, 'sum: elements that differ from y', np.count_nonzero(first['sum'] != first['y']))
+    want = LayerNorm.reference(first['sum'][at].astype(np.float64), norm_weight, norm_bias, eps)
+    allowed = HALF * np.abs(want) + 64 * EPS * (1 + np.abs(norm_weight) * (1 + np.abs(first['sum'][at])))
+    run.check(figure, f'norm, {len(at)} of {rows} rows', (np.abs(first['norm'][at] - want) / allowed).max(), 1.0)
+    same_bits(run, figure, results(separate), first)
+    seconds = median_seconds({'ours': (repeated(ours), gpu.synchronize), 'separate': (repeated(separate), gpu.synchronize)},
+                             sizes.product_turns, sizes.product_seconds)
+    same_bits(run, figure, results(ours), first)
+    flops, figure['separate_s'] = 2 * rows * inputs * width, seconds.pop('separate')
+    run.timed(figure, seconds, flops=flops, flops_per_s=flops / seconds['ours'])
+    run.show(figure, f'as two kernels {1e3 * figure["separate_s"]:.3f} ms')
     gpu.precision = 'fp32'
 
 
