@@ -290,7 +290,7 @@ TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16 compact) $(patsubst
 # The tests of ops and kernels on the CPU, without those that train models.
 COVERED := $(filter-out %mutants.py %quantization.py,$(wildcard tests/ops/test_*.py)) tests/training/test_optim.py \
            tests/autograd/test_double.py \
-           $(patsubst %,tests/backend/test_%.py,arguments kernels strided formats scaled_formats hadamard narrow_sums ndarray recorded)
+           $(patsubst %,tests/backend/test_%.py,arguments kernels strided formats scaled_formats hadamard narrow_sums fp8 ndarray recorded)
 
 C_FILES = $(shell find csrc cuda bench -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
 lint: .venv/test-ready ## check the Python code with ruff and its types with mypy, the C and CUDA code with clang-format

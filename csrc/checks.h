@@ -461,4 +461,49 @@ static inline pyops_status check_gemm_bf16(int64_t M, int64_t N, int64_t K, int6
     return PYOPS_OK;
 }
 
+/* ---- products in FP8 ---- */
+static inline pyops_status check_fp8_format(const char *who, const char *name, int32_t format, int32_t blocks) {
+    PYOPS_REQUIRE(format == PYOPS_E4M3 || format == PYOPS_E5M2, "%s: %sformat=%d, expected %d or %d", who, name, format,
+                  PYOPS_E4M3, PYOPS_E5M2);
+    PYOPS_REQUIRE(blocks >= PYOPS_FP8_TENSOR && blocks <= PYOPS_FP8_SQUARES, "%s: %sblocks=%d, expected 0 to %d", who, name,
+                  blocks, PYOPS_FP8_SQUARES);
+    return PYOPS_OK;
+}
+
+/* The codes of rows of n elements, or NULL */
+static inline pyops_status check_fp8_codes(const char *who, const char *name, const uint8_t *codes, int64_t ld, int64_t n) {
+    PYOPS_REQUIRE(!codes || (ld >= n && ld % 16 == 0 && (uintptr_t)codes % 16 == 0),
+                  "%s: %s=%lld, expected a multiple of 16 of at least %lld, and codes aligned to 16 bytes", who, name, LL(ld),
+                  LL(n));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_fp8_encode(const uint8_t *codes, const uint8_t *transposed, const float *scales,
+                                            const float *transposed_scales, int64_t R, int64_t C, int64_t ldx, int64_t ld,
+                                            int64_t transposed_ld, int32_t format, int32_t blocks) {
+    PYOPS_REQUIRE(R >= 0 && C >= 0 && ldx >= C, "fp8_encode: R=%lld C=%lld ldx=%lld, expected at least 0, and ldx >= C", LL(R),
+                  LL(C), LL(ldx));
+    PYOPS_REQUIRE(!codes == !scales && !transposed == !transposed_scales, "fp8_encode: codes without scales, expected both");
+    pyops_status status = check_fp8_format("fp8_encode", "", format, blocks);
+    if (!status) status = check_fp8_codes("fp8_encode", "ld", codes, ld, C);
+    if (!status) status = check_fp8_codes("fp8_encode", "transposed_ld", transposed, transposed_ld, R);
+    return status;
+}
+
+static inline pyops_status check_gemm_fp8(const uint8_t *a, const uint8_t *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
+                                          int64_t lda, int64_t ldb, int32_t a_format, int32_t b_format, int32_t a_blocks,
+                                          int32_t b_blocks) {
+    pyops_status status = check_gemm("gemm_fp8", M, N, K, ldc);
+    if (!status) status = check_fp8_format("gemm_fp8", "a_", a_format, a_blocks);
+    if (!status) status = check_fp8_format("gemm_fp8", "b_", b_format, b_blocks);
+    if (!status) status = check_fp8_codes("gemm_fp8", "lda", a, lda, K);
+    if (!status) status = check_fp8_codes("gemm_fp8", "ldb", b, ldb, K);
+    return status;
+}
+
+/* The scales of a matrix of so many rows for each 128 elements of a row. */
+static inline int64_t fp8_scale_rows(int64_t rows, int32_t blocks) {
+    return blocks == PYOPS_FP8_ROWS ? rows : blocks == PYOPS_FP8_SQUARES ? (rows + PYOPS_FP8_BLOCK - 1) / PYOPS_FP8_BLOCK : 0;
+}
+
 #endif

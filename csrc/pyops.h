@@ -1097,6 +1097,33 @@ PYOPS_API pyops_status pyops_scaled_decode(
     float *y, const uint16_t *codes, const float *scales, const float *factor,
     int64_t outer, int64_t rows, int64_t columns, int64_t block_rows, int64_t block_columns, int32_t format, void *stream);
 
+/* ---- products of matrices in FP8: E4M3 or E5M2, with scales --------------------------------------------------------------
+ * The codes of a matrix (R,C) are (R,ld), a byte each, ld a multiple of 16 of at least C; bytes from C on are neither written nor
+ * read.  C is the axis that a product sums over.  Its scales, at the edges of smaller blocks:
+ *   TENSOR   (1): one for the matrix
+ *   ROWS     (ceil(C / 128), R): one for each block of 128 adjacent elements of a row
+ *   SQUARES  (ceil(C / 128), ceil(R / 128)): one for each block of 128 rows by 128 columns
+ * fp8_encode  codes (R,ld) and scales of x (R,C), and of its transpose: transposed (C,transposed_ld), transposed_scales.  The
+ *             codes and scales are those of scaled_quantize with the rule FLOAT and the rounding EVEN in these blocks, so they
+ *             decode to the numbers of fake quantization.  With ROWS both matrices have blocks along their own rows.
+ *             codes with scales, or transposed with transposed_scales, may be NULL.   x: rows ldx apart
+ * gemm_fp8    c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n] of the decoded numbers, then relu as in pyops_gemm.   a: codes (M,lda) of
+ *             (M,K);  b: codes (N,ldb) of (N,K);  c (M,N), rows ldc apart;  bias (N) or NULL
+ *             For each 128 k's the codes' numbers are multiplied and summed in float32 (tensor cores keep some 14 bits); this sum
+ *             is multiplied by the product of the scales of a and b, and added to one in float32.  Scales of TENSOR are
+ *             multiplied once, at the end.   a and b are aligned to 16 bytes.   In the CUDA library: on compute capability 9.0
+ */
+typedef enum { PYOPS_FP8_TENSOR = 0, PYOPS_FP8_ROWS, PYOPS_FP8_SQUARES } pyops_fp8_scales;
+enum { PYOPS_FP8_BLOCK = 128 };
+
+PYOPS_API pyops_status pyops_fp8_encode(
+    uint8_t *codes, uint8_t *transposed, float *scales, float *transposed_scales, const pyops_real *x,
+    int64_t R, int64_t C, int64_t ldx, int64_t ld, int64_t transposed_ld, int32_t format, int32_t blocks, void *stream);
+PYOPS_API pyops_status pyops_gemm_fp8(
+    pyops_real *c, const uint8_t *a, const uint8_t *b, const float *a_scales, const float *b_scales, const float *bias,
+    int64_t M, int64_t N, int64_t K, int64_t ldc, int64_t lda, int64_t ldb,
+    int32_t a_format, int32_t b_format, int32_t a_blocks, int32_t b_blocks, int32_t accumulate, int32_t relu, void *stream);
+
 /* ---- what a saved tensor contains.  CPU library only ----
  * describe  counts (4): numbers, NaN, infinities, zeros;  of the finite numbers: sums (3): sum, sum of magnitudes, sum of
  *           squares, in double;  range (2): least, greatest, infinity and -infinity without finite numbers

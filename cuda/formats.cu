@@ -11,6 +11,7 @@
 //     inner ->     lane 0 .. 31
 //     n         warp 0   row 0, 8, 16, ..     the maximum of a column: the warps combine theirs in shared memory
 //               warp 1   row 1, 9, 17, ..
+#include "amax.cuh"
 #include "block.cuh"
 #include "index.cuh"
 #include "philox.cuh"
@@ -51,7 +52,6 @@ struct ToCodes {
 
 // The number to round: x times the factor.
 DEVICE float given(float x, const How &how) { return how.factor ? __fmul_rn(x, how.factor[0]) : x; }
-DEVICE uint32_t magnitude_of(float x) { return bits_of(x) & 0x7fffffffu; }
 
 template <class Out>
 DEVICE void round_at(const Out &out, int64_t i, float x, int32_t scale, uint32_t word, const How &how) {
@@ -220,28 +220,6 @@ extern "C" pyops_status pyops_decode(float *y, const uint16_t *codes, const uint
 }
 
 namespace {
-// largest[b] = the maximum magnitude found by block b of the grid.
-static __global__ void __launch_bounds__(THREADS) find_amax(uint32_t *largest, const float *x, int64_t n) {
-    SHARED(uint32_t, of_warps, [THREADS / 32]);
-    uint32_t amax = 0;
-    for (int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x; i < n; i += int64_t(gridDim.x) * THREADS)
-        amax = max(amax, magnitude_of(x[i]));
-    for (int step = 16; step; step >>= 1) amax = max(amax, __shfl_xor_sync(ALL_LANES, amax, step));
-    if (lane_id() == 0) of_warps[threadIdx.x / 32] = amax;
-    __syncthreads();
-    if (threadIdx.x) return;
-    for (int warp = 1; warp < THREADS / 32; warp++) amax = max(amax, of_warps[warp]);
-    largest[blockIdx.x] = amax;
-}
-
-// The maximum of n words, in all lanes of a warp.
-DEVICE uint32_t largest_of(const uint32_t *words, int64_t n) {
-    uint32_t found = 0;
-    for (int64_t i = threadIdx.x; i < n; i += 32) found = max(found, words[i]);
-    for (int step = 16; step; step >>= 1) found = max(found, __shfl_xor_sync(ALL_LANES, found, step));
-    return found;
-}
-
 static __global__ void factor_of(float *factor, const uint32_t *largest, unsigned count, float target) {
     const uint32_t amax = largest_of(largest, count);
     if (threadIdx.x == 0) factor[0] = target_factor(amax, target);
@@ -258,18 +236,6 @@ static __global__ void __launch_bounds__(THREADS) advance_rows(float *history, f
     for (int64_t row = blockIdx.x * int64_t(THREADS) + threadIdx.x; row < rows; row += int64_t(gridDim.x) * THREADS)
         advance_amax(history + row * length, amax + row, length);
 }
-
-// Launch find_amax.  *largest: its results, *count of them; NULL without memory for them.
-static cudaError_t find_amax_of(const float *x, int64_t n, uint32_t **largest, unsigned *count, void *stream) {
-    *count = n ? grid_for(n, THREADS) : 1;
-    *largest = static_cast<uint32_t *>(pyops_workspace(*count * sizeof(uint32_t)));
-    if (!*largest) return cudaSuccess;
-    return LAUNCH(find_amax, *count, THREADS, 0, stream_of(stream), *largest, x, n);
-}
-
-static pyops_status no_memory(const char *who, unsigned count) {
-    return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld bytes", who, LL(count * sizeof(uint32_t)));
-}
 }
 
 extern "C" pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream) {
@@ -278,8 +244,8 @@ extern "C" pyops_status pyops_amax_factor(float *factor, const float *x, int64_t
     uint32_t *largest;
     unsigned count;
     Launches launches;
-    launches << find_amax_of(x, n, &largest, &count, stream);
-    if (!largest) return no_memory("amax_factor", count);
+    launches << find_amax_of(x, 1, n, n, &largest, &count, stream);
+    if (!largest) return no_memory_for_amax("amax_factor", count);
     launches << LAUNCH(factor_of, 1, 32, 0, stream_of(stream), factor, largest, count, target);
     return pyops_launched("amax_factor", launches.error, stream);
 }
@@ -291,8 +257,8 @@ extern "C" pyops_status pyops_delayed_factor(float *factor, float *amax, const f
     uint32_t *largest;
     unsigned count;
     Launches launches;
-    launches << find_amax_of(x, n, &largest, &count, stream);
-    if (!largest) return no_memory("delayed_factor", count);
+    launches << find_amax_of(x, 1, n, n, &largest, &count, stream);
+    if (!largest) return no_memory_for_amax("delayed_factor", count);
     launches << LAUNCH(delayed_factor_of, 1, 32, 0, stream_of(stream), factor, amax,
                        reinterpret_cast<const uint32_t *>(history), length, largest, count, target);
     return pyops_launched("delayed_factor", launches.error, stream);

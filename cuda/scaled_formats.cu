@@ -2,6 +2,7 @@
 //
 // The first launch computes the scales: a thread block per block of numbers, or, for blocks one column wide, a thread per
 // column.  The second rounds: a thread per number, which reads the scale of its block.
+#include "amax.cuh"
 #include "block.cuh"
 #include "index.cuh"
 #include "philox.cuh"
@@ -31,7 +32,6 @@ static Grid grid_of(int64_t outer, int64_t rows, int64_t columns, int64_t block_
     return {outer, rows, columns, block_rows, block_columns, blocks_for(rows, block_rows), blocks_for(columns, block_columns)};
 }
 
-DEVICE uint32_t magnitude_of(float x) { return bits_of(x) & 0x7fffffffu; }
 DEVICE float scaling_of(const float *factor) { return factor ? factor[0] : 1.0f; }
 // The number by which the numbers of a block are divided.
 DEVICE float total_of(float scale, const float *factor) { return factor ? __fdiv_rn(scale, factor[0]) : scale; }

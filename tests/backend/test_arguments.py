@@ -123,6 +123,9 @@ BOUNDS = [
     ('decode', E4M3 | {'block': 4}, FORMAT),
     ('scaled_quantize', ROUNDED, f'{BLOCKS} rounding>=0 rounding<=4! rule>=0 rule<=7! shift>=-256 shift<=256'),
     ('scaled_decode', E4M3, BLOCKS),
+    ('fp8_encode', {'format': 1, 'ld': 16, 'transposed_ld': 16}, 'R>=0 C>=0 ldx>=1 format>=1 format<=2 blocks>=0 blocks<=2'),
+    ('gemm_fp8', {'a_format': 1, 'b_format': 1, 'lda': 16, 'ldb': 16},
+     'M>=0 N>=0 K>=0 ldc>=1 a_format>=1 a_format<=2 b_format>=1 b_format<=2 a_blocks>=0 a_blocks<=2 b_blocks>=0 b_blocks<=2'),
     ('amax_factor', {}, 'n>=0 target>0 target<=3.4028235e38'),
     ('delayed_factor', {}, 'n>=0 length>=1 target>0 target<=3.4028235e38'),
     ('advance_amax', {}, 'rows>=0 length>=1'),
@@ -327,6 +330,8 @@ REFUSED = [
     *(('scaled_quantize', {'rule': rule}, f'format=1, expected 3 with rule {rule}') for rule in (6, 7)),
     *(('hadamard', {'block': block}, f'block={block}, expected a power of two from 1 to 32') for block in (3, 12, 64)),
     ('linear_activation_backward', {'dx': None}, 'dx is NULL, expected an array'),
+    ('fp8_encode', {'ld': 20}, 'ld=20, expected a multiple of 16 of at least 1, and codes aligned to 16 bytes'),
+    ('fp8_encode', {'scales': None}, 'codes without scales, expected both'),
     *((name, {'recording': [0, 0, 0, 0, count]}, f'value_count={count}, expected 0 to')
       for name in ('run_recording', 'run_recording_1') for count in (-1, 10**6)),
     ('replay', {'to': 1, 'actions': [-1, 0]}, 'action 0: kernel=-1, expected 0 to'),

@@ -349,7 +349,8 @@ __attribute__((constructor)) static void start(void) {{ proxy_load("{base}"); }}
 
 TESTS = [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'tests/ops').glob('test_*.py') if 'mutants' not in path.name),
          *(f'tests/backend/test_{name}.py'
-           for name in ('arguments', 'kernels', 'strided', 'formats', 'scaled_formats', 'hadamard', 'narrow_sums', 'ndarray')),
+           for name in ('arguments', 'kernels', 'strided', 'formats', 'scaled_formats', 'hadamard', 'narrow_sums', 'fp8',
+                        'ndarray')),
          'tests/text/test_beam_search.py', 'tests/training/test_optim.py']
 LEFT_OUT = 'not PYOPS_ISA and not only_the_abi'         # they test another library than the changed one
 
