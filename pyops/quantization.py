@@ -39,6 +39,8 @@ SELECTORS = (
 
 NONE = 'none'                           # instead of a format: do not round the operand
 VARIABLE = 'CUSTOM_QUANT_TYPE'
+# For products in FP8 (Family): the recipe of DeepSeek-V3, whose output layer is not rounded either (arXiv:2412.19437).
+FP8_RECIPE = 'linear=fp8,fwd.w=fp8:block=128x128,dgrad.w=fp8:block=128x128;none@output'
 
 
 class Section(NamedTuple):
@@ -296,14 +298,16 @@ class Family:
     specifies; ops without rounded operands come from pyops.ops.
 
     step: int64 array (1,) that counts training steps, for the random numbers of round=stochastic; None: the same every step.
+    fp8: whether the products of linear layers with such formats are computed by tensor cores in FP8 (pyops.ops.fp8), on the CPU
+    by their definition, instead of emulated in float32.  UserError, when a layer is created, if they cannot be
 
         family.attach(optimizer)                after the model is created: its steps are counted, its histories are saved
         with family.recording():                forward and backward of a training step: delayed scaling reads and extends the
             ...                                 histories; elsewhere a tensor is scaled by its own amax
     """
 
-    def __init__(self, recipe, seed=0):
-        self.recipe, self.seed, self.step = recipe, seed, None
+    def __init__(self, recipe, seed=0, fp8=False):
+        self.recipe, self.seed, self.fp8, self.step = recipe, seed, fp8, None
         self.layers = {}                # layers created by the model -> whether any of their operands is rounded
         self._lengths, self._histories, self._is_recording = {}, None, False    # of the operands with delayed scaling
 
@@ -352,7 +356,8 @@ class Family:
                 raise self._no_layer(f'--quant ...@{pattern}', pattern)
         if not any(self.layers.values()):
             raise UserError(f'--quant {self.recipe}: rounds nothing in this model; select operands of its layers')
-        return f'quantised : {self.recipe} in {sum(self.layers.values())} of {len(self.layers)} layers'
+        how = ', multiplied in FP8' * self.fp8
+        return f'quantised : {self.recipe} in {sum(self.layers.values())} of {len(self.layers)} layers{how}'
 
     def _no_layer(self, flag, pattern):
         import difflib  # not at the top: needed only for an error
@@ -370,6 +375,9 @@ class Family:
         def make(*arguments, **named):
             op, rounded = plain(*arguments, **named), plain.rounded()
             rounds = [self.of(layer, kind) for layer, kind in rounded.layers(op.name)]
+            if any(rounds) and self.fp8 and not hasattr(rounded, 'has_fp8'):
+                raise UserError(f'--quant {self.recipe}: {op.name} is no linear layer that can multiply in FP8; '
+                                f'leave its operands unrounded, as in --quant "{FP8_RECIPE}"')
             return rounded(*arguments, **named, recipe=self) if any(rounds) else op
         return make
 
@@ -380,9 +388,9 @@ def recording(source):
     return source.recording() if isinstance(source, Family) else contextlib.nullcontext()
 
 
-def family(recipe, seed=0):
-    """Return the source of a model's layers: a Family, or pyops.ops itself if the recipe rounds nothing."""
-    return Family(recipe, seed) if recipe.rounds else ops
+def family(recipe, seed=0, fp8=False):
+    """Return the source of a model's layers: a Family, or pyops.ops itself if the recipe rounds nothing.   fp8: as in Family"""
+    return Family(recipe, seed, fp8) if recipe.rounds else ops
 
 
 def family_of(settings):

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from pyops.backend import as_rows, gemm, gemm_batched, gemm_narrow, note_product
 from pyops.backend.kernels import DGRAD, DGRAD_INPUTS_FIRST, FWD, FWD_INPUTS_FIRST, WGRAD, WGRAD_INPUTS_FIRST
 from pyops.formats import fake_quantize
 from pyops.params import key
 
 if TYPE_CHECKING:
+    from pyops.ops.fp8 import Fp8Products
     from pyops.params import Parameter
     from pyops.typing import Array
 
@@ -80,6 +83,7 @@ class LinearProducts:
 
     Forward  y = x w' + bias, summed over I;  dgrad dx = g w, over O;  wgrad dw += g' x, over the rows
     """
+    dtypes = np.dtype(np.float32)           # of activations and their gradients
 
     def __init__(self, recipe: Any, name: str, weight: Parameter, bias: Parameter | None = None, inputs_first: bool = False,
                  steps: bool = False) -> None:
@@ -111,3 +115,11 @@ class LinearProducts:
         qw = self.round('dgrad.w', w.value, self.along_outputs) if kept.w is None else kept.w
         self.round.multiply('dgrad', as_rows(dx), qg, qw.T if self.inputs_first else qw, accumulate=accumulate)
         note_product(self, self.products[1], weight=w)
+
+
+def products_of(recipe: Any, name: str, weight: Parameter, bias: Parameter | None) -> LinearProducts | Fp8Products:
+    """Return the products of a linear layer: emulated, or by tensor cores in FP8 if the recipe says so."""
+    if not getattr(recipe, 'fp8', False):
+        return LinearProducts(recipe, name, weight, bias)
+    from pyops.ops.fp8 import Fp8Products
+    return Fp8Products(recipe, name, weight, bias)
