@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench import gpt2, gpu_attention, gpu_products, llmc
+from bench import gpt2, gpu_attention, gpu_fp8, gpu_products, llmc
 from bench.gpu_attention import attention
 from bench.gpu_contest import Run, Torch, compare, median_seconds, precision_of, repeated, same_bits
+from bench.gpu_fp8 import fp8
 from bench.gpu_products import PRECISIONS, choosing, layers, products, reset
 from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
@@ -30,14 +31,16 @@ PROGRAM = 'bench.gpu'
 FULL = SimpleNamespace(
     turns=7, seconds=0.3, product_turns=3, product_seconds=0.04, memory=2**24, products=gpu_products.FULL,
     activations=gpu_products.ACTIVATIONS, residuals=gpu_products.RESIDUALS,
-    layers=gpu_products.FULL_LAYERS, attention=gpu_attention.FULL, source=7939, target=13387, batch=128, pairs=20_000,
+    layers=gpu_products.FULL_LAYERS, attention=gpu_attention.FULL, fp8=gpu_fp8.FULL,
+    source=7939, target=13387, batch=128, pairs=20_000,
     num_steps=9, checked=3, seq2seq={}, transformer={}, base=dict(batch=256, num_steps=64, checked=1),
     # llm.c's padded vocabulary: with a multiple of 8 words, all contestants have aligned rows of logits
     gpt2=dict(batch=16, count=256, checked=1, words=50304), mnist=dict(images=50_000, epochs=10))
 TRIAL = SimpleNamespace(
     turns=2, seconds=0.0, product_turns=1, product_seconds=0.0, memory=2**12, products=gpu_products.TRIAL,
     activations=gpu_products.TRIAL_ACTIVATIONS, residuals=gpu_products.TRIAL_RESIDUALS,
-    layers=gpu_products.TRIAL_LAYERS, attention=gpu_attention.TRIAL, source=20, target=30, batch=4, pairs=40, num_steps=5,
+    layers=gpu_products.TRIAL_LAYERS, attention=gpu_attention.TRIAL, fp8=gpu_fp8.TRIAL,
+    source=20, target=30, batch=4, pairs=40, num_steps=5,
     checked=3, seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
     base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1, checked=1),
     gpt2=dict(batch=2, count=8, positions=16, words=128, layers=2, heads=2, width=32), mnist=dict(images=400, epochs=1))
@@ -519,9 +522,9 @@ def mnist(run):
     contest.finish(lambda run, figure: f'{epochs} epochs of {n} images in {figure["training_s"]:.3f} s')
 
 
-SECTIONS = {'products': products, 'layers': layers, 'attention': attention, 'memory': memory, 'mnist': mnist,
-            'seq2seq': training('seq2seq'), 'transformer': training('transformer'), 'base': training('base', ['bf16']),
-            'gpt2': training('gpt2', ['bf16'])}
+SECTIONS = {'products': products, 'layers': layers, 'attention': attention, 'fp8': fp8, 'memory': memory,
+            'mnist': mnist, 'seq2seq': training('seq2seq'), 'transformer': training('transformer'),
+            'base': training('base', ['bf16']), 'gpt2': training('gpt2', ['bf16'])}
 
 
 def main(argv=None):

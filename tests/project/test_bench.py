@@ -710,7 +710,7 @@ def test_the_gpu_check_refuses_a_part_that_it_does_not_have():
 
 @needs_emulation
 def test_the_gpu_check_passes_on_the_emulator_and_checks_again_after_timing():
-    parts = 'conformance', 'ladder', 'layers', 'attention', 'memory', 'mnist', 'seq2seq', 'transformer', 'base', 'gpt2'
+    parts = 'conformance', 'ladder', 'layers', 'attention', 'fp8', 'memory', 'mnist', 'seq2seq', 'transformer', 'base', 'gpt2'
     status, out, report = checked(*parts, '--limit', '600')
     assert status == 0 and set(report['parts']) == {'build', *parts}, out
     for part in parts:
@@ -912,7 +912,7 @@ def test_the_gpu_check_runs_every_test_file_that_covers_the_library():
     commands = [str(word) for part in ('ops', 'plans', 'programs') for step in gpu_check.PARTS[part].steps(False)
                 for word in step.command]
     for name in ('table', 'ops', 'kernels', 'strided', 'formats', 'bf16', 'packed_gru', 'scaled_formats', 'hadamard',
-                 'narrow_sums', 'optim', 'plan', 'mlp_step', 'ndarray', 'gpu'):
+                 'narrow_sums', 'fp8', 'optim', 'plan', 'mlp_step', 'ndarray', 'gpu'):
         assert any(word.endswith(f'test_{name}.py') for word in commands), name
     plan = gpu_check.PARTS['plans'].steps(False)[0]
     assert plan.environment['PYOPS_SYNC'] == '1'        # a fault is raised by the call that caused it, as test_plan expects
