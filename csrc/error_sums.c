@@ -22,7 +22,7 @@ typedef struct {
     double relative;
 } counted;
 
-/* Add `count` neighbours from number i on.   scale (LANES): of the block, replaced by those of the numbers if they have their own */
+/* Add `count` neighbours from number i on.   scale (LANES): of the block; numbers with scales of their own replace it */
 static void add(const pyops_kernels *k, pyops_error_lanes *lanes, const errors *e, int64_t i, int64_t count, double *scale) {
     int32_t valid[LANES];
     for (int64_t lane = 0; lane < count; lane++) valid[lane] = e->valid ? e->valid[i + lane] != 0 : 1;

@@ -1104,7 +1104,7 @@ PYOPS_API pyops_status pyops_scaled_decode(
  *   ROWS     (ceil(C / 128), R): one for each block of 128 adjacent elements of a row
  *   SQUARES  (ceil(C / 128), ceil(R / 128)): one for each block of 128 rows by 128 columns
  * fp8_encode  codes (R,ld) and scales of x (R,C), and of its transpose: transposed (C,transposed_ld), transposed_scales.  The
- *             codes and scales are those of scaled_quantize with the rule FLOAT and the rounding EVEN in these blocks, so they
+ *             codes and scales equal scaled_quantize with the rule FLOAT and the rounding EVEN in these blocks, so they
  *             decode to the numbers of fake quantization.  With ROWS both matrices have blocks along their own rows.
  *             codes with scales, or transposed with transposed_scales, may be NULL.   x: rows ldx apart
  * gemm_fp8    c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n] of the decoded numbers, then relu as in pyops_gemm.   a: codes (M,lda) of

@@ -19,7 +19,7 @@ class QuantizedFeedForward(FeedForward):
     Saves    h or a, which backward of the activation reads, and for each layer the same as QuantizedLinear
     """
 
-    has_fp8 = True                  # its products may be those of fp8.py
+    has_fp8 = True                  # fp8.py may compute its products
 
     class Ctx(NamedTuple):
         shape: Shape

@@ -19,7 +19,7 @@ class QuantizedLinear(Linear):
     Saves    x or its rounded copy, and the rounded copy of the weight, if backward can reuse the copies
     """
 
-    has_fp8 = True                  # its products may be those of fp8.py
+    has_fp8 = True                  # fp8.py may compute its products
 
     class Ctx(NamedTuple):
         shape: Shape

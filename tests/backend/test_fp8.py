@@ -1,4 +1,4 @@
-"""Matrices in FP8: codes and scales, which are those of fake quantization, and products against float64 within a derived bound.
+"""Matrices in FP8: codes and scales, equal to fake quantization, and products against float64 within a derived bound.
 
 Runs on the emulation of a GPU too.
 """

@@ -200,7 +200,7 @@ def _draw_all_values(axes, counts):
     step = next(s for s in (1, 2, 4, 5, 10, 20, 40) if width / s <= 8)
     exponents = [e for e in range(-160, 161, step) if low <= e + 127 <= high]
     positions = [e + 127 - low + 0.5 for e in exponents]
-    if positions and positions[0] < width / 30:                 # its label would overlap that of 0
+    if positions and positions[0] < width / 30:                 # its label would overlap the label of 0
         del exponents[0], positions[0]
     style.scale(axes, 'x',
                 'value' + (f'     (not shown: {style.percent(hidden)} of the values, below {style.power(low - 127)})' if hidden

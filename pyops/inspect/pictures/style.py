@@ -203,7 +203,7 @@ def _stamp(text, px, weight, rotation=0):
     """Return (uint8 coverage of the pixels of a text, its centre, width, ascent, descent), None if the font lacks a letter.
 
     The centre is right of and above the start of the baseline.   rotation: degrees, about that start; width, ascent and descent
-    are those of the text without it
+    belong to the text without it
     """
     from PIL import Image, ImageDraw
     font = _font(px, weight)
