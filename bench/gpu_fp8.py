@@ -121,10 +121,12 @@ def _codes(run, shape):
         with backend.on(backend.HOST):
             rounded = np.asarray(backend.get(x), np.float32)
             want = [formats.fake_quantize(rounded, fmt, axis) for axis in (1, 0)]
-        for m, numbers, name in zip(encode_both(x, fmt, 'x', 'xt'), (want[0], want[1].T), ('codes', 'transposed'), strict=True):
-            run.check(figure, f'{name}: different numbers', np.count_nonzero(values(m).astype(np.float32) != numbers))
         call = functools.partial(encode_both, x, fmt, 'x', 'xt')
+        first = {name: values(m).astype(np.float32) for name, m in zip(('codes', 'transposed'), call(), strict=True)}
+        for (name, numbers), exact in zip(first.items(), (want[0], want[1].T), strict=True):
+            run.check(figure, f'{name}: different numbers', np.count_nonzero(numbers != exact))
         seconds = median_seconds({'ours': (repeated(call), run.gpu.synchronize)}, run.sizes.product_turns,
                                  run.sizes.product_seconds)
+        same_bits(run, figure, {name: values(m).astype(np.float32) for name, m in zip(first, call(), strict=True)}, first)
         run.timed(figure, seconds)
         run.show(figure)
