@@ -135,7 +135,7 @@ def _half_octaves(x):
     bits = np.ascontiguousarray(x, np.float32).view(np.int32) & 0x7fffffff
     if ((bits > 0) & (bits < 1 << 23)).any():                   # subnormal
         mantissa, exponent = np.frexp(np.abs(x))
-        return 2 * (exponent - 1) + (mantissa >= math.sqrt(0.5))
+        return 2 * (exponent - 1) + (mantissa >= np.float64(math.sqrt(0.5)))       # in float64: float32 is below the root
     # a mantissa from sqrt(2) on carries into the exponent
     return ((bits + ((1 << 23) - _SQRT_2)) >> 23) + (bits >> 23) - 2 * 127
 
