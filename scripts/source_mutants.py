@@ -36,8 +36,6 @@ EQUIVALENT = [
     ('gemm.c', 'int packs =', '', 'whether a is packed: the same sums'),
     ('gemm.c', 'k->any_col :', '', 'whether a is packed: the same sums'),
     ('gemm.c', 'if (N == 1 && ldc == 1', '', 'a column as a row: the same sums'),
-    ('conv2d.c', 'every(to, from, cols', '', 'a constant step lets the compiler use vectors'),
-    ('conv2d.c', 'is_even', '', 'which of two ways splits x into its phases'),
     ('conv2d.c', 'run == ', '', 'which of three ways copies a run'),
     ('conv2d.c', 'const int in_image', '', 'which of two ways writes the result'),
     ('batch_norm.c', 'p < P; p += POSITIONS', '<=', 'a piece without positions adds 0'),

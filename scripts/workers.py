@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 GRACE = 60              # seconds after its time in which a task ends; then its process is killed
 _ASKED = 0.2            # seconds in which a signal reaches the tasks
+_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def cores():
@@ -33,7 +34,7 @@ class Workers:
         self.signal, self._before = None, {}
 
     def __enter__(self):
-        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._stop) for number in _SIGNALS
                         if signal.getsignal(number) != signal.SIG_IGN}
         return self
 
@@ -59,9 +60,11 @@ class Workers:
             try:
                 for number, task in enumerate(tasks):
                     receive, send = os.pipe()
-                    child = os.fork()
-                    if not child:
-                        self._run(task, seconds, send, [receive, *pipes.get_map()])
+                    # A new process drops signals that come before Python has started in it, unless they are blocked.
+                    with _blocked(_SIGNALS) as mask:
+                        child = os.fork()
+                        if not child:
+                            self._run(task, seconds, send, [receive, *pipes.get_map()], mask)
                     os.close(send)
                     children.add(child)
                     pipes.register(receive, selectors.EVENT_READ, [number, child, b''])
@@ -89,8 +92,11 @@ class Workers:
                 for pipe in list(pipes.get_map()):
                     os.close(pipe)
 
-    def _run(self, task, seconds, stream, others):
-        """Run a task in a new process, which ends with it.   others: pipes of this process and of other tasks"""
+    def _run(self, task, seconds, stream, others, mask):
+        """Run a task in a new process, which ends with it.   others: pipes of this process and of other tasks
+
+        mask: the signals that are blocked while the task runs
+        """
         end, status = None, 1
 
         def is_over():
@@ -102,6 +108,7 @@ class Workers:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for number in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, self._note)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for pipe in others:
                 os.close(pipe)
             with os.fdopen(stream, 'w') as out:
@@ -111,6 +118,16 @@ class Workers:
             with contextlib.suppress(BaseException):
                 traceback.print_exc()
         os._exit(status)
+
+
+@contextlib.contextmanager
+def _blocked(signals):
+    """Block signals.   The value is the set of those that were blocked before."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _kill(children, number):

@@ -1,6 +1,7 @@
 """Shared by all tests: import path, signal handlers, threads per worker, the options --on and --slow, fixtures."""
 import fcntl
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -57,6 +58,19 @@ def made_once(tmp_path_factory, name, make):
     return folder
 
 
+def in_shares(slow, others, workers):
+    """Return all tests in an order in which each worker begins with its share of the slow ones.
+
+    pytest-xdist first gives each worker a contiguous part of the list.  If one worker had all slow tests, the others would wait
+    for it at the end.
+    """
+    ordered, others, total = [], iter(others), len(slow) + len(others)
+    for worker in range(workers):
+        share, part = slow[worker::workers], (total - len(ordered)) // (workers - worker)
+        ordered += [*share, *itertools.islice(others, max(0, part - len(share)))]
+    return ordered
+
+
 def pytest_addoption(parser):
     parser.addoption('--on', choices=backends.BACKENDS, metavar='BACKEND',
                      help=f'run the tests on {", ".join(backends.BACKENDS)} (cpu: the best instruction set of this machine). '
@@ -83,8 +97,9 @@ def pytest_collection_modifyitems(config, items):
         passed = set(names.read_text().splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
         items[:] = [item for item in items if item.nodeid not in passed]
-    # slow tests first, so that no worker waits at the end for another's
-    items.sort(key=lambda item: item.get_closest_marker('slow') is None)
+    slow = [item for item in items if item.get_closest_marker('slow')]
+    others = [item for item in items if not item.get_closest_marker('slow')]
+    items[:] = in_shares(slow, others, int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 1)))
 
 
 def pytest_collection_finish(session):

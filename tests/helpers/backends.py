@@ -17,7 +17,7 @@ DEFAULTS = {'emulated': {'PYOPS_SYNC': '1', 'PYOPS_EARLY_START': '1', 'PYOPS_CHA
 CUDA_LIBRARIES = {'emulated': ('pyops/libpyops_emulated.so', 'emulated'), 'gpu': ('pyops/libpyops_cuda.so', 'cuda')}
 # the flag in /proc/cpuinfo that each instruction set requires
 FEATURE = {'generic': '', 'avx2': 'avx2', 'avx2_vnni': 'avx_vnni', 'avx512': 'avx512dq', 'avx512_vnni': 'avx512_vnni',
-           'avx512_bf16': 'avx512_bf16', 'amx_bf16': 'amx_bf16'}
+           'avx512_bf16': 'avx512_bf16', 'amx_bf16': 'amx_bf16', 'amx_int8': 'amx_int8'}
 
 
 def cpu_has(isa):

@@ -51,7 +51,7 @@ from pyops.ops.attention import dropout_factors, visible
 from pyops.ops.packed import Packed
 from pyops.params import Parameter
 from pyops.philox import dropout_mask
-from pyops.quantization import Recipe
+from pyops.quantization import Recipe, family
 
 
 @dataclass
@@ -112,6 +112,20 @@ class HalfLinearRow(LinearOfSequencesRow):
         T, B, O, _ = size
         inputs, params = ({name: as_half(value) for name, value in values.items()} for values in (built.inputs, built.params))
         return Built(Linear, inputs, params, dy=as_half(normal(rng, T, B, O)))
+
+
+class FP8LinearRow(LinearOfSequencesRow):
+    """All numbers are multiples of 1/2 up to 3.5, and each tensor has a 3.5: with its scale 3.5 / 448 they are E4M3's."""
+    name = 'fp8-linear'
+
+    def build(self, size, rng):
+        T, B, O, I = size
+
+        def numbers(*shape):
+            found = rng.integers(-7, 8, shape) / np.float32(2)
+            found.reshape(-1)[0] = 3.5
+            return found.astype(np.float32)
+        return Built(Linear, dict(x=numbers(T, B, I)), dict(weight=numbers(O, I), bias=normal(rng, O)), dy=numbers(T, B, O))
 
 
 class LinearWithoutBiasRow(LinearRow):
@@ -312,7 +326,8 @@ class WideConv2dRow(Conv2dRow):
 
 class EvenConv2dRow(Conv2dRow):
     """Strides that divide the image, and filters with a position in each phase."""
-    sizes = ((2, 3, 8, 12, 5, 7, 7), (3, 4, 12, 4, 9, 5, 4), (19, 4, 4, 8, 14, 4, 4), (2, 33, 4, 4, 40, 4, 5))
+    sizes = ((2, 3, 8, 12, 5, 7, 7), (3, 4, 12, 4, 9, 5, 4), (19, 4, 4, 8, 14, 4, 4), (2, 33, 4, 4, 40, 4, 5),
+             (1, 2, 8, 64, 3, 4, 4))                                                             # vectors of each phase
     large = (7, 12, 24, 20, 34, 5, 5)
 
 
@@ -325,7 +340,7 @@ class TiledConv2dRow(Conv2dRow):
 class DepthwiseConv2dRow(Conv2dRow):
     """A filter or two for each channel."""
     sizes = ((1, 1, 4, 5, 1, 2, 3), (2, 4, 6, 5, 4, 3, 2), (3, 5, 7, 9, 10, 3, 3), (2, 33, 9, 18, 33, 5, 5),
-             (3, 6, 20, 21, 6, 3, 3))                                                            # in several parts
+             (3, 6, 20, 21, 6, 3, 3), (35, 2, 3, 4, 2, 3, 3))                                    # in several parts
     large = (7, 40, 29, 27, 40, 3, 3)
 
     def build(self, size, rng):
@@ -1042,6 +1057,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
          InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
          InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
          InProductsRow(HalfLinearRow(), (2, 3, 5, 7), (3, 25, 17, 65), recipe=Recipe.parse('fp16:accumulate=24:promote=16')),
+         InProductsRow(FP8LinearRow(), (2, 3, 5, 7), (3, 25, 17, 65), (4, 40, 70, 257),
+                       recipe=family(Recipe.parse('fp8:block=tensor'), fp8=True)),
          InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16)),
          InProductsRow(SmoothFeedForwardRow('silu'), (2, 3, 4, 7), (1, 5, 17, 16))]
 EXAMPLES = [pytest.param(row, row.sizes[0], id=row.name)

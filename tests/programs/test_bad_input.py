@@ -725,7 +725,7 @@ def test_odd_lines_are_answered(place):
 
 # ---- no compiler ---------------------------------------------------------------------------------------------------
 
-TOOLS = ('make', 'sh', 'bash', 'mkdir', 'uname', 'cp', 'rm', 'cat', 'grep', 'awk', 'touch', 'test', 'dirname', 'env')
+TOOLS = ('make', 'sh', 'bash', 'mkdir', 'uname', 'cp', 'mv', 'rm', 'cat', 'grep', 'awk', 'touch', 'test', 'dirname', 'env')
 
 
 @pytest.fixture
@@ -769,6 +769,21 @@ def test_make_with_a_compiler_that_has_no_openmp(bare):
     assert done.returncode == 2
     assert done.stderr.startswith(f"make: error: '{false}' cannot build an OpenMP program: install its OpenMP library ")
     assert done.stderr.count('\n') == 2
+
+
+def test_pip_waits_for_the_library(bare):
+    """pip runs a make of its own in the same folder, so at the same time both would write the same objects."""
+    tree, environment = bare
+    compiler = tree / 'compiler'
+    compiler.write_text('#!/bin/sh\nfor word; do if [ "$last" = -o ]; then : > "$word"; fi; last=$word; done\n')
+    python = tree / 'python'        # makes an environment with itself as its Python; as pip, it expects the library
+    python.write_text('#!/bin/sh\ncase "$*" in\n*venv*) mkdir -p .venv/bin && cp "$0" .venv/bin/python;;\n'
+                      '*pip*) test -e pyops/libpyops.so;;\nesac\n')
+    for program in (compiler, python):
+        program.chmod(0o755)
+    done = subprocess.run(['make', '-j2', f'CC={compiler}', f'PYTHON={python}', 'cpu', '.venv/ready'],
+                          cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and (tree / '.venv/ready').exists(), done.stderr
 
 
 @pytest.mark.parametrize('has_make', [True, False])

@@ -1,11 +1,11 @@
-"""pytest --on: the variables that select each backend, and errors in one line."""
+"""pytest --on: the variables that select each backend, and errors in one line; the order of tests for several workers."""
 import subprocess
 import sys
 
 import backends
 import pytest
 from backends import BACKENDS, LOWERED, environment_of
-from conftest import ROOT, environment_without
+from conftest import ROOT, environment_without, in_shares
 
 GPU = {'PYOPS_BACKEND': 'gpu', 'PYOPS_SYNC': '1'}
 EXPECTED = {'cpu': {}, 'generic': {'PYOPS_ISA': 'generic'}, 'avx2': {'PYOPS_ISA': 'avx2'}, 'avx512': {'PYOPS_ISA': 'avx512'},
@@ -66,3 +66,14 @@ def test_a_library_that_cannot_be_loaded_is_one_line(tmp_path):
     done = run_pytest('--on', 'cpu', 'tests/ops', PYOPS_LIBRARY=str(library))
     assert done.returncode == 4 and done.stderr.startswith(f'ERROR: --on cpu: {library}: cannot be loaded (')
     assert len(done.stderr.splitlines()) == 2, 'the error, and an empty line of pytest'
+
+
+@pytest.mark.parametrize('count', [0, 4, 8, 9, 10])
+def test_each_worker_begins_with_its_share_of_the_slow_tests(count):
+    slow, others = [-1, -2, -3, -4], [*range(count)]
+    ordered = in_shares(slow, others, 3)
+    assert sorted(ordered) == sorted(slow + others) and [n for n in ordered if n >= 0] == others
+    if count >= 8:
+        third = len(ordered) // 3                       # pytest-xdist gives the remainder to the last workers
+        second = third + (len(ordered) - third) // 2
+        assert ordered[:2] == [-1, -4] and ordered[third] == -2 and ordered[second] == -3

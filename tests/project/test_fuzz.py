@@ -36,7 +36,7 @@ def test_random_inputs_are_read_or_refused_with_one_line(name, tmp_path):
     refused = sum(result is not None for _, result in found)
     assert len({data for data, _ in found}) > 0.9 * COUNT
     assert refused < COUNT
-    assert refused > COUNT // 8 or name in ('manifest', 'request', 'index')     # these report or leave out what they refuse
+    assert refused > COUNT // 25 or name in ('manifest', 'request', 'index')     # these report or leave out what they refuse
 
 
 @pytest.mark.parametrize('path', FOUND, ids=lambda path: path.name)

@@ -139,6 +139,25 @@ def test_a_signal_asks_tasks_to_end_and_a_second_one_ends_the_process(number):
     assert signal.getsignal(number) == before and team.signal is None
 
 
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_task_gets_a_signal_that_comes_before_it_begins(number, monkeypatch):
+    fork = os.fork
+
+    def fork_and_signal():
+        if child := fork():
+            os.kill(child, number)
+        return child
+
+    def waiting(send, is_over):
+        begun = time.monotonic()
+        while not is_over() and time.monotonic() < begun + 0.5:
+            time.sleep(0.01)
+        send(is_over())
+    monkeypatch.setattr(os, 'fork', fork_and_signal)
+    with Workers() as team:
+        assert [message for _, message in team.run([waiting] * 8, 60)] == [True] * 8
+
+
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_group_of_processes_ends_no_task_as_failed(number):
     code = """if True:
