@@ -5,9 +5,21 @@
 #include <math.h>
 #include "internal.h"
 
+/* Check the positions of R hypotheses, and the rows of the keys that they read. */
+static pyops_status check_positions_of(const int32_t *index, const int32_t *positions, int64_t R, int64_t T, int64_t W) {
+    const pyops_status status = pyops_check_ids("attention_step", positions, R, T);
+    if (status) return status;
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t s = 0; s <= positions[r]; s++)
+            PYOPS_REQUIRE(index[s * W + r] >= 0 && index[s * W + r] < T * W,
+                          "attention_step: index[%lld,%lld]=%d, expected 0 to %lld", LL(s), LL(r), index[s * W + r],
+                          LL(T * W - 1));
+    return PYOPS_OK;
+}
+
 pyops_status pyops_attention_step(float *y, const float *q, const float *k, const float *v, const int32_t *index,
-                                  const int32_t *offsets, int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads,
-                                  int64_t C, int64_t ldq, int64_t ldk, int32_t causal, void *stream) {
+                                  const int32_t *offsets, const int32_t *positions, int64_t R, int64_t T, int64_t M, int64_t W,
+                                  int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int32_t causal, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(R >= 0 && T >= 1 && heads >= 1 && C >= 1,
                   "attention_step: R=%lld T=%lld heads=%lld C=%lld, expected R of at least 0, the others of at least 1", LL(R),
@@ -23,11 +35,14 @@ pyops_status pyops_attention_step(float *y, const float *q, const float *k, cons
                   LL(R), LL(B));
     PYOPS_REQUIRE(!offsets || index || B == W, "attention_step: B=%lld W=%lld with offsets, expected B=W without an index",
                   LL(B), LL(W));
+    PYOPS_REQUIRE(!positions || (index && !offsets && !causal),
+                  "attention_step: positions with causal=%d, expected causal=0, an index, and no offsets", causal);
     pyops_status status = check_attention_rows("attention_step", "ldq", ldq, heads, C);
     if (!status) status = check_attention_rows("attention_step", "ldk", ldk, heads, C);
     if (status) return status;
     if (offsets) status = pyops_check_offsets("attention_step", "offsets", offsets, T, W, -1);
-    if (!status && index) status = pyops_check_ids("attention_step", index, offsets ? B : M * R, W);
+    if (!status && positions) status = check_positions_of(index, positions, R, T, W);
+    else if (!status && index) status = pyops_check_ids("attention_step", index, offsets ? B : M * R, W);
     if (status) return status;
     const pyops_kernels *kernels = pyops_active();
     const int64_t D = heads * C;
@@ -48,6 +63,9 @@ pyops_status pyops_attention_step(float *y, const float *q, const float *k, cons
                 const int64_t b = index ? index[r % B] : r % B, first = offsets[b];
                 n = offsets[b + 1] - first;
                 for (int64_t s = 0; s < n; s++) at[s] = (first + s) * ldk;
+            } else if (positions) {
+                n = positions[r] + 1;
+                for (int64_t s = 0; s < n; s++) at[s] = index[s * W + r] * ldk;
             } else {
                 for (int64_t s = 0; s < T; s++) at[s] = (s * W + (s < M ? index[s * R + r] : r)) * ldk;
             }
@@ -70,5 +88,18 @@ pyops_status pyops_follow_parents(int32_t *index, const int32_t *before, const i
     if (status) return status;
     for (int64_t s = 0; s < T; s++)
         for (int64_t r = 0; r < R; r++) index[s * R + r] = s < M ? before[s * N + parents[r]] : parents[r];
+    return PYOPS_OK;
+}
+
+pyops_status pyops_append_rows(float *y, const float *x, const int32_t *places, int64_t N, int64_t R, int64_t C, int64_t ldy,
+                               int64_t ldx, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(N >= 0 && R >= 0 && C >= 0 && ldy >= C && ldx >= C,
+                  "append_rows: N=%lld R=%lld C=%lld ldy=%lld ldx=%lld, expected N, R and C of at least 0, ldy and ldx of at "
+                  "least C",
+                  LL(N), LL(R), LL(C), LL(ldy), LL(ldx));
+    const pyops_status status = pyops_check_ids("append_rows", places, R, N);
+    if (status) return status;
+    for (int64_t r = 0; r < R; r++) pyops_copy(y + places[r] * ldy, x + r * ldx, C);
     return PYOPS_OK;
 }

@@ -470,13 +470,14 @@ static inline pyops_status check_fp8_format(const char *who, const char *name, i
     return PYOPS_OK;
 }
 
-/* The codes of rows of n elements, or NULL */
+/* The codes of rows of n elements, or NULL;  ld: 0 for the least */
 static inline pyops_status check_fp8_codes(const char *who, const char *name, const uint8_t *codes, int64_t ld, int64_t n) {
-    PYOPS_REQUIRE(!codes || (ld >= n && ld % 16 == 0 && (uintptr_t)codes % 16 == 0),
-                  "%s: %s=%lld, expected a multiple of 16 of at least %lld, and codes aligned to 16 bytes", who, name, LL(ld),
-                  LL(n));
+    PYOPS_REQUIRE(!codes || ((!ld || ld >= n) && ld % 16 == 0 && (uintptr_t)codes % 16 == 0),
+                  "%s: %s=%lld, expected a multiple of 16 of at least %lld, or 0, and codes aligned to 16 bytes", who, name,
+                  LL(ld), LL(n));
     return PYOPS_OK;
 }
+static inline int64_t fp8_ld(int64_t ld, int64_t n) { return ld ? ld : (n + 15) / 16 * 16; }
 
 static inline pyops_status check_fp8_encode(const uint8_t *codes, const uint8_t *transposed, const float *scales,
                                             const float *transposed_scales, int64_t R, int64_t C, int64_t ldx, int64_t ld,

@@ -18,7 +18,7 @@ typedef struct { int64_t start, scales, bias, total; } layout;      /* panels co
 
 /* Floats of a packed row. */
 static int64_t steps_of(int64_t I, int32_t format) {
-    return format == PYOPS_COMPACT_INT8 ? (I + 3) / 4 : format == PYOPS_COMPACT_BF16 ? (I + 1) / 2 : I;
+    return format == PYOPS_COMPACT_INT8 ? (I + 7) / 8 * 2 : format == PYOPS_COMPACT_BF16 ? (I + 1) / 2 : I;
 }
 
 /* The table of a format, whatever the precision is. */
@@ -75,7 +75,7 @@ static void pack_group(const pyops_kernels *k, float *compact, const layout *l, 
         for (int64_t i = 0; i < 4 * quads; i++) {
             const int32_t q = row[i] - PYOPS_BYTE_ZERO;
             sum += q;
-            panel[(i / 4 * GROUP + j) * 4 + i % 4] = (int8_t)q;
+            panel[(i / 4 * GROUP + j) * 4 + i % 4] = (int8_t)(q ^ k->flip);
         }
         start[o] = -PYOPS_BYTE_ZERO * sum;
     }
@@ -110,28 +110,37 @@ pyops_status pyops_compact_weight(float *compact, const float *weight, const flo
 }
 
 /* ---- products ---- */
+/* Floats of a rounded row. */
+static int64_t row_floats(int64_t I) {
+    return pyops_active()->int8_size(steps_of(I, PYOPS_COMPACT_INT8)) / (int64_t)sizeof(float);
+}
+
 int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format) {
-    return format == PYOPS_COMPACT_INT8 ? R * steps_of(I, format) + R : 0;
+    return format == PYOPS_COMPACT_INT8 ? R * row_floats(I) + R : 0;
 }
 
 pyops_compact pyops_compact_call(const float *compact, const float *x, float *work, int64_t R, int64_t O, int64_t I,
                                  int32_t format) {
-    const int64_t steps = steps_of(I, format);
+    const int64_t row = format == PYOPS_COMPACT_INT8 ? row_floats(I) : 0;
     return (pyops_compact){.k = table_of(format),
                            .O = O,
                            .I = I,
-                           .steps = steps,
+                           .steps = steps_of(I, format),
+                           .row = 4 * row,
                            .format = format,
                            .compact = compact,
                            .x = x,
                            .bytes = (uint8_t *)work,
-                           .x_scales = work + R * steps};
+                           .x_scales = work + R * row};
 }
 
 void pyops_compact_round(const pyops_compact *c, int64_t from, int64_t to) {
     if (c->format != PYOPS_COMPACT_INT8) return;            /* gemm.c rounds x when it packs it */
-    for (int64_t r = from; r < to; r++)
-        c->x_scales[r] = round_row(c->k, c->bytes + 4 * r * c->steps, c->x + r * c->I, c->I, 4 * c->steps);
+    for (int64_t r = from; r < to; r++) {
+        uint8_t *const bytes = c->bytes + r * c->row;
+        c->x_scales[r] = round_row(c->k, bytes + c->row - 4 * c->steps, c->x + r * c->I, c->I, 4 * c->steps);
+        c->k->int8_row(bytes, c->steps);
+    }
 }
 
 /* Rows of a group with fewer than GROUP columns, and rows, that are computed at once. */
@@ -154,7 +163,7 @@ void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_
         }
         return;
     }
-    const uint8_t *const bytes = c->bytes + 4 * first * c->steps;
+    const uint8_t *const bytes = c->bytes + first * c->row;
     const float *const x_scales = c->x_scales + first;
     for (int64_t o = from; o < from + n; o += GROUP) {
         const pyops_int8_group w = {.panel = (const int8_t *)(c->compact + o * c->steps),
@@ -164,14 +173,14 @@ void pyops_compact_columns(const pyops_compact *c, float *y, int64_t ldy, int64_
         const int64_t some = pyops_min(GROUP, from + n - o);
         float *const y_o = y + (o - from);
         if (some == GROUP) {
-            c->k->int8_group(y_o, bytes, x_scales, &w, rows, c->steps, ldy, flags);
+            c->k->int8_group(y_o, bytes, c->row, x_scales, &w, rows, c->steps, ldy, flags);
             continue;
         }
         for (int64_t r = 0; r < rows; r += EDGE) {
             const int64_t height = pyops_min(EDGE, rows - r);
             for (int64_t i = 0; i < height && flags & PYOPS_ADD; i++)
                 pyops_copy(scratch + i * GROUP, y_o + (r + i) * ldy, some);
-            c->k->int8_group(scratch, bytes + 4 * r * c->steps, x_scales + r, &w, height, c->steps, GROUP, flags);
+            c->k->int8_group(scratch, bytes + r * c->row, c->row, x_scales + r, &w, height, c->steps, GROUP, flags);
             for (int64_t i = 0; i < height; i++) pyops_copy(y_o + (r + i) * ldy, scratch + i * GROUP, some);
         }
     }
@@ -230,6 +239,7 @@ pyops_status pyops_compact_embedding(float *y, const float *compact, const int32
     if (status) return status;
     const layout l = lay_out(O, I, format);
     const int64_t steps = steps_of(I, format), NR = table_of(format)->NR;
+    const int flip = table_of(format)->flip;
     #pragma omp parallel for schedule(static) if (R * I > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++) {
         const int64_t o = ids[r];
@@ -237,7 +247,7 @@ pyops_status pyops_compact_embedding(float *y, const float *compact, const int32
         if (format == PYOPS_COMPACT_INT8) {
             const int8_t *const panel = (const int8_t *)(compact + o / GROUP * GROUP * steps) + o % GROUP * 4;
             const float scale = compact[l.scales + o];
-            for (int64_t i = 0; i < I; i++) y_r[i] = scale * (float)panel[i / 4 * GROUP * 4 + i % 4];
+            for (int64_t i = 0; i < I; i++) y_r[i] = scale * (float)(int8_t)(panel[i / 4 * GROUP * 4 + i % 4] ^ flip);
             continue;
         }
         const int64_t chunk = o / CHUNK * CHUNK, padded = pyops_round_up(pyops_min(CHUNK, O - chunk), NR), j = o - chunk;

@@ -4,16 +4,17 @@
  *     backward_x       dx (C, N H W)           =  weight' (C, O kh kw)  x  windows of dy (O kh kw, N H W)
  *     backward_weight  dweight' (C kh kw, O)  +=  windows of x          x  dy' (N Ho Wo, O)
  *
- * Windows are written straight into the panels of a product, a block of columns at a time (kernels/windows.inc).  So each
- * block stays in L2 while all filters use it.
+ * A block of an image is copied with its padding, so that a tap is an offset; tiles of sums read shifted vectors of it
+ * (kernels/planes.inc).  If most of a vector would be unused, and with bfloat16, windows are written straight into the panels of
+ * a product, a block of columns at a time (kernels/windows.inc), and each block stays in L2 while all filters use it.
  *
- * A convolution with strides (s, t) reads every s-th row and every t-th column.  x is split into its phases first: element
- * (i, j) of phase (p, r) is x[i s + p, j t + r].  A tap then reads adjacent elements of one phase, as with stride 1.
+ * A convolution with strides (s, t) reads every s-th row and every t-th column.  x is split into its phases when it is copied:
+ * element (i, j) of phase (p, r) is x[i s + p, j t + r].  A tap then reads adjacent elements of one phase, as with stride 1.
  * backward_x does the reverse: a phase of dx is a convolution of dy with stride 1 and some of the taps.
  *
  * Filters of 3 x 3 on many channels take 16 products of tiles instead (kernels/winograd.inc).
  *
- * Threads share blocks of columns and, for dweight, parts of the batch; the parts depend on the sizes alone.
+ * Threads share blocks and, for dweight, parts of the batch; the parts depend on the sizes alone.
  */
 #include <omp.h>
 #include <string.h>
@@ -38,6 +39,7 @@ static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 typedef struct {
     int64_t a, b;                       /* position in the filter */
     int64_t row_phase, col_phase;       /* of x */
+    int64_t part_row, part_col;         /* element t of this array: the phase that is plane t of a channel */
 } filter_place;
 
 static int reaches(int64_t first, int64_t grid, int64_t size) { return first < size && first + grid > 0; }
@@ -51,7 +53,7 @@ static int64_t taps_of_x(pyops_tap *taps, filter_place *places, const pyops_conv
             const int64_t y = a * s->dilation_h - s->pad_h, x = b * s->dilation_w - s->pad_w;
             const int64_t row = floor_div(y, s->stride_h), col = floor_div(x, s->stride_w);
             if (!reaches(row, s->Ho, rows) || !reaches(col, s->Wo, cols)) continue;
-            places[T] = (filter_place){a, b, y - row * s->stride_h, x - col * s->stride_w};
+            places[T] = (filter_place){a, b, y - row * s->stride_h, x - col * s->stride_w, 0, 0};
             taps[T++] = (pyops_tap){0, row, col};
         }
     return T;
@@ -67,11 +69,19 @@ static int64_t taps_of_dy(pyops_tap *taps, filter_place *places, const pyops_con
             const int64_t row = floor_div(y, s->stride_h), col = floor_div(x, s->stride_w);
             if (row * s->stride_h != y || col * s->stride_w != x) continue;
             if (!reaches(row, rows, s->Ho) || !reaches(col, cols, s->Wo)) continue;
-            places[T] = (filter_place){a, b, 0, 0};
+            places[T] = (filter_place){a, b, 0, 0, 0, 0};
             taps[T++] = (pyops_tap){0, row, col};
         }
     return T;
 }
+
+static int64_t taps_size(const pyops_conv2d *s) {
+    return s->kh * s->kw * (int64_t)((sizeof(pyops_tap) + sizeof(filter_place)) / sizeof(float)) + 2;
+}
+
+/* The taps, aligned, at the start of work. */
+static pyops_tap *taps_in(float *work) { return (pyops_tap *)(((uintptr_t)work + 7) & ~(uintptr_t)7); }
+static filter_place *places_in(float *work, const pyops_conv2d *s) { return (filter_place *)(taps_in(work) + s->kh * s->kw); }
 
 /* ---- phases of x --------------------------------------------------------------------------------------------------------- */
 static int is_strided(const pyops_conv2d *s) { return s->stride_h > 1 || s->stride_w > 1; }
@@ -79,82 +89,71 @@ static int is_strided(const pyops_conv2d *s) { return s->stride_h > 1 || s->stri
 /* The phases that taps read, at most min(kh, stride_h) min(kw, stride_w). */
 static int64_t most_phases(const pyops_conv2d *s) { return pyops_min(s->kh, s->stride_h) * pyops_min(s->kw, s->stride_w); }
 
-static int64_t phases_size(const pyops_conv2d *s) {
-    if (!is_strided(s)) return 0;
-    return s->N * s->C * most_phases(s) * ceil_div(s->H, s->stride_h) * ceil_div(s->W, s->stride_w);
+/* The floats of an image, or of its phases. */
+static int64_t image_size(const pyops_conv2d *s) {
+    if (!is_strided(s)) return s->C * s->H * s->W;
+    return s->C * most_phases(s) * ceil_div(s->H, s->stride_h) * ceil_div(s->W, s->stride_w);
 }
+static int64_t phases_size(const pyops_conv2d *s) { return is_strided(s) ? s->N * image_size(s) : 0; }
 
-/* to[j] = from[j step]; a constant step lets the compiler use vectors. */
-static inline __attribute__((always_inline)) void every(float *restrict to, const float *restrict from, int64_t n,
-                                                        const int64_t step) {
-    for (int64_t j = 0; j < n; j++) to[j] = from[j * step];
-}
+/* An x (images, channels, H, W) whose phases are the planes of windows; places: of `count` phases of a channel. */
+typedef struct {
+    const float *x;
+    int64_t channels, H, W, step_h, step_w, count;
+    const filter_place *places;
+} unsplit;
 
-enum { SPLIT = 4 };                     /* the largest stride of split_plane */
+/* Rows and columns of phase p. */
+static int64_t phase_rows(const unsplit *u, int64_t p) { return ceil_div(u->H - u->places[p].part_row, u->step_h); }
+static int64_t phase_cols(const unsplit *u, int64_t p) { return ceil_div(u->W - u->places[p].part_col, u->step_w); }
 
-/* All phases (H,W) of a plane of x; each of its rows is read once.  plane_at: their places.  The step between columns
- * is a constant, so that the compiler can use vectors. */
-static inline __attribute__((always_inline)) void split_plane(float *phases, const float *restrict x,
-                                                              int64_t plane_at[SPLIT][SPLIT], int64_t H, int64_t W,
-                                                              int64_t step_h, const int64_t step) {
-    for (int64_t i = 0; i < H; i++)
-        for (int64_t top = 0; top < step_h; top++, x += W * step) {
-            float *restrict const a = phases + plane_at[top][0] + i * W, *restrict const b = phases + plane_at[top][1] + i * W;
-            if (step == 2) {
-                for (int64_t j = 0; j < W; j++) a[j] = x[2 * j], b[j] = x[2 * j + 1];
-                continue;
-            }
-            float *restrict const c = phases + plane_at[top][2] + i * W, *restrict const d = phases + plane_at[top][3] + i * W;
-            for (int64_t j = 0; j < W; j++) a[j] = x[4 * j], b[j] = x[4 * j + 1], c[j] = x[4 * j + 2], d[j] = x[4 * j + 3];
-        }
-}
-
-/* Windows of x for stride 1; with strides, split x into `phases` and set the planes of the taps. */
-static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps, const filter_place *places, int64_t T,
+/* Windows of x for stride 1.  With strides, set the planes of the taps and `u`, the source of windows that have none yet. */
+static pyops_windows windows_of_x(unsplit *u, const float *x, pyops_tap *taps, filter_place *places, int64_t T,
                                   const pyops_conv2d *s) {
     const int64_t H = ceil_div(s->H, s->stride_h), W = ceil_div(s->W, s->stride_w);
     int64_t count = 1;
-    pyops_windows w = {
-        .source = x, .H = H, .W = W, .grid_h = s->Ho, .grid_w = s->Wo, .columns = s->N * s->Ho * s->Wo, .T = T, .taps = taps};
     if (is_strided(s)) {
-        int64_t plane_at[SPLIT][SPLIT];
-        const int is_even = pyops_max(s->stride_h, s->stride_w) <= SPLIT && (s->stride_w == 2 || s->stride_w == 4) &&
-            s->H % s->stride_h == 0 && s->W % s->stride_w == 0;
         count = 0;
         for (int64_t t = 0; t < T; t++) {
-            int64_t same = 0;
-            while (same < t && (places[same].row_phase != places[t].row_phase || places[same].col_phase != places[t].col_phase))
-                same++;
-            taps[t].plane = same < t ? taps[same].plane : count++ * H * W;
-            if (is_even) plane_at[places[t].row_phase][places[t].col_phase] = taps[t].plane;
+            int64_t p = 0;
+            while (p < count && (places[p].part_row != places[t].row_phase || places[p].part_col != places[t].col_phase)) p++;
+            if (p == count) places[p].part_row = places[t].row_phase, places[p].part_col = places[t].col_phase, count++;
+            taps[t].plane = p * H * W;
         }
-        const int all = is_even && count == s->stride_h * s->stride_w;
-        /* all phases of a channel at a time, so that it is read from memory once */
-        #pragma omp parallel for schedule(static) if (s->N * s->C * H * W > PYOPS_SHARE_FLOATS)
-        for (int64_t c = 0; c < s->N * s->C; c++) {
-            float *const own = phases + c * count * H * W;
-            if (all && s->stride_w == 2) split_plane(own, x + c * s->H * s->W, plane_at, H, W, s->stride_h, 2);
-            else if (all) split_plane(own, x + c * s->H * s->W, plane_at, H, W, s->stride_h, 4);
-            for (int64_t t = 0, done = 0; t < (all ? 0 : T); t++) {
-                if (taps[t].plane != done * H * W) continue;
-                const int64_t top = places[t].row_phase, left = places[t].col_phase;
-                const int64_t rows = pyops_min(H, ceil_div(s->H - top, s->stride_h));
-                const int64_t cols = pyops_min(W, ceil_div(s->W - left, s->stride_w));
-                float *to = own + done++ * H * W;
-                const float *from = x + (c * s->H + top) * s->W + left;
-                for (int64_t i = 0; i < rows; i++, to += W, from += s->stride_h * s->W) {
-                    if (s->stride_w == 2) every(to, from, cols, 2);
-                    else if (s->stride_w == 4) every(to, from, cols, 4);
-                    else every(to, from, cols, s->stride_w);
-                    if (cols < W) to[cols] = 0.0f;          /* the last phases may have a row or a column less */
-                }
-                if (rows < H) memset(to, 0, (size_t)W * sizeof *to);
-            }
-        }
-        w.source = phases;
+        *u = (unsplit){x, s->C, s->H, s->W, s->stride_h, s->stride_w, count, places};
     }
-    w.channel = count * H * W, w.image = s->C * w.channel, w.size = s->N * w.image;
-    return w;
+    const int64_t channel = count * H * W;
+    return (pyops_windows){.source = is_strided(s) ? NULL : x,
+                           .size = s->N * s->C * channel,
+                           .image = s->C * channel,
+                           .channel = channel,
+                           .H = H,
+                           .W = W,
+                           .grid_h = s->Ho,
+                           .grid_w = s->Wo,
+                           .columns = s->N * s->Ho * s->Wo,
+                           .T = T,
+                           .taps = taps};
+}
+
+/* The same windows with a source: the phases of u, in `phases`. */
+static pyops_windows split(float *phases, const pyops_windows *w, const unsplit *u) {
+    pyops_windows all = *w;
+    all.source = phases;
+    const int64_t images = w->columns / (w->grid_h * w->grid_w);
+    #pragma omp parallel for schedule(static) if (w->size > PYOPS_SHARE_FLOATS)
+    for (int64_t c = 0; c < images * u->channels; c++)          /* all phases of a channel: it is read from memory once */
+        for (int64_t p = 0; p < u->count; p++) {
+            const int64_t rows = phase_rows(u, p), cols = phase_cols(u, p);
+            float *to = phases + c * w->channel + p * w->H * w->W;
+            const float *from = u->x + (c * u->H + u->places[p].part_row) * u->W + u->places[p].part_col;
+            for (int64_t i = 0; i < rows; i++, to += w->W, from += u->step_h * u->W) {
+                for (int64_t j = 0; j < cols; j++) to[j] = from[j * u->step_w];
+                if (cols < w->W) to[cols] = 0.0f;           /* the last phases may have a row or a column less */
+            }
+            if (rows < w->H) memset(to, 0, (size_t)w->W * sizeof *to);
+        }
+    return all;
 }
 
 /* ---- a correlation of stride 1 ------------------------------------------------------------------------------------------- */
@@ -180,24 +179,226 @@ static void pack_windows(const pyops_kernels *k, float *packed, float *rows, con
     }
 }
 
-/* Whether channels with filters of their own are multiplied without a product, which would have M rows only. */
-static int is_direct(const pyops_kernels *k, int64_t C, int64_t M, int64_t T) {
-    return C == 1 && M <= 2 && T <= PYOPS_DIRECT_TAPS && !k->micro.is_bf16;
+/* ---- planes: blocks of images with their padding in memory (kernels/planes.inc) ------------------------------------------ */
+#define PLANES PYOPS_TUNED(conv2d_planes, 1 << 16, 1, 1 << 18, 1)
+
+/* A block is `rows` x `cols` positions of the grid of an image, in planes of `width` floats per row.  They start at the
+ * position plus (top, left), and extend `high` rows and `wide` columns beyond the block. */
+typedef struct {
+    int64_t top, left, high, wide, rows, cols, across, count;   /* count: blocks of an image; across: in a row of blocks */
+    int64_t width, parts, size, n;      /* parts: planes of a channel; size: floats of a plane; n: positions, as padded */
+    int by_row;                         /* whether rows are computed one by one, without the positions between them */
+} plane_blocks;
+
+/* Blocks so that C channels and M results fit in L2. */
+static plane_blocks plane_blocks_of(const pyops_windows *w, int64_t C, int64_t M) {
+    const pyops_tap first = w->T ? w->taps[0] : (pyops_tap){0, 0, 0};
+    plane_blocks b = {.top = first.row, .left = first.col, .parts = w->channel / (w->H * w->W)};
+    int64_t bottom = first.row, right = first.col;
+    for (int64_t t = 1; t < w->T; t++) {
+        b.top = pyops_min(b.top, w->taps[t].row), bottom = pyops_max(bottom, w->taps[t].row);
+        b.left = pyops_min(b.left, w->taps[t].col), right = pyops_max(right, w->taps[t].col);
+    }
+    b.high = bottom - b.top, b.wide = right - b.left;
+    const int64_t planes = C * b.parts, floats = PLANES;
+    const int64_t cols = pyops_max(floats / (planes * (b.high + 1) + M) - b.wide, 4 * PYOPS_LANES);
+    b.cols = pyops_min(pyops_round_up(ceil_div(w->grid_w, ceil_div(w->grid_w, cols)), PYOPS_LANES), w->grid_w);
+    b.across = ceil_div(w->grid_w, b.cols);
+    b.width = b.cols + b.wide;
+    const int64_t rows = pyops_max(floats / b.width / (planes + M) - b.high, 1), down = ceil_div(w->grid_h, rows);
+    b.rows = ceil_div(w->grid_h, down), b.count = b.across * ceil_div(w->grid_h, b.rows);
+    b.n = pyops_round_up((b.rows - 1) * b.width + b.cols, PYOPS_LANES);
+    b.by_row = w->grid_w % PYOPS_LANES == 0 && 16 * b.n > 17 * b.rows * b.cols;
+    /* an odd number of cache lines, so that equal positions of all planes are in different sets of L1 */
+    b.size = pyops_round_up((b.rows + b.high) * b.width, 2 * PYOPS_LANES) + PYOPS_LANES;
+    return b;
+}
+
+/* Whether most positions of the planes are positions of the grid, or a product of windows would have one or two rows only.  If
+ * many channels leave room for few positions in a block, products of windows, which all filters share, take less time. */
+enum { FEW_FILTERS = 16, SHORT = 256 };
+static int has_planes(const pyops_kernels *k, const pyops_windows *w, const plane_blocks *b, int64_t C, int64_t M) {
+    const int is_full = b->by_row || 4 * b->rows * b->cols >= 3 * b->n;
+    if (k->micro.is_bf16 || !w->T || (M > FEW_FILTERS && b->n < SHORT)) return 0;
+    return is_full || (C == 1 && M <= 2);
+}
+
+/* The floats of the planes of C channels, with room for the last vectors. */
+static int64_t planes_size(const plane_blocks *b, int64_t C) {
+    return C * b->parts * b->size + pyops_round_up(b->n, PYOPS_LANES) + 4 * PYOPS_LANES;
+}
+
+/* Block i of image n in channels [c, c + C) of w, or of u, if that is not NULL. */
+static void fetch_planes(const pyops_kernels *k, float *planes, const pyops_windows *w, const unsplit *u, const plane_blocks *b,
+                         int64_t n, int64_t i, int64_t c, int64_t C) {
+    const int64_t top = i / b->across * b->rows + b->top, left = i % b->across * b->cols + b->left;
+    const int64_t first = pyops_max(top, 0), from = pyops_max(left, 0), before = (first - top) * b->width + from - left;
+    for (int64_t p = 0; p < C * b->parts; p++) {
+        const int64_t part = p % b->parts, H = u ? phase_rows(u, part) : w->H, W = u ? phase_cols(u, part) : w->W;
+        const int64_t last = pyops_min(top + b->rows + b->high, H), to = pyops_min(left + b->width, W);
+        const int64_t rows = from < to ? pyops_max(last - first, 0) : 0;
+        float *const plane = planes + p * b->size;
+        if (!u) {
+            const float *const source = w->source + n * w->image + c * w->channel + p * H * W + first * W + from;
+            k->planes_in(plane, b->width, source, W, rows, rows ? before : 0, to - from, b->size, 1, 0, 1);
+        } else {
+            const int64_t row = first * u->step_h + u->places[part].part_row;
+            const float *const source = u->x + ((n * u->channels + c + p / b->parts) * u->H + row) * u->W + from * u->step_w;
+            k->planes_in(plane, b->width, source, u->step_h * u->W, rows, rows ? before : 0, to - from, b->size, u->step_w,
+                         u->places[part].part_col, u->W % u->step_w == 0);
+        }
+    }
+}
+
+/* ---- batches as rows of vectors ------------------------------------------------------------------------------------------
+ * Narrow images would leave most of a vector unused.  So the batch is cut into pieces, and each is transposed, (n, C, H, W) to
+ * (C, H, W, lanes): an image with rows of W lanes floats, whose taps are `lanes` times as far apart. */
+enum { NARROW = 8, LEAST_BATCH = 16 };
+#define LANES PYOPS_TUNED(conv2d_lanes, 32, 16, 64, 16)
+
+static int is_narrow(int64_t N, int64_t cols) { return N >= LEAST_BATCH && cols <= NARROW; }
+static int64_t lanes_for(int64_t N) { return pyops_round_up(ceil_div(N, ceil_div(N, LANES)), PYOPS_LANES); }
+/* Floats of a batch of n floats per image in this layout. */
+static int64_t spread_size(int64_t N, int64_t n) { return ceil_div(N, lanes_for(N)) * lanes_for(N) * n; }
+
+/* to = images of n floats in this layout; lanes without an image are zeros. */
+static void spread(float *to, const float *images, int64_t N, int64_t n) {
+    const pyops_kernels *k = pyops_active();
+    const int64_t L = lanes_for(N);
+    #pragma omp parallel for schedule(static) if (N * n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < N; i += L) {
+        const int64_t some = pyops_min(L, N - i);
+        if (pyops_round_up(some, PYOPS_LANES) < L) k->fill(to + i * n, L * n, 0.0f);
+        k->transpose(to + i * n, images + i * n, some, n, L, n);
+    }
+}
+
+/* The same for the phases of u, in the layout of w. */
+static pyops_status spread_phases(float *to, const pyops_windows *w, const unsplit *u, int64_t N) {
+    const pyops_kernels *k = pyops_active();
+    enum { ELEMENTS = 64 };             /* of an image that are transposed at a time, at least a row */
+    const int64_t L = lanes_for(N), all = u->channels * u->H, n = u->H * u->W * u->channels;
+    const int64_t at_once = pyops_max(ELEMENTS / u->W, 1), pieces = ceil_div(all, at_once);
+    const int has_gaps = u->H % u->step_h || u->W % u->step_w;
+    const size_t floats = (size_t)(at_once * u->W * L);
+    int failed = 0;
+    if (has_gaps) k->fill(to, spread_size(N, w->image), 0.0f);
+    #pragma omp parallel for schedule(static) if (N * n > PYOPS_SHARE_FLOATS)
+    for (int64_t unit = 0; unit < ceil_div(N, L) * pieces; unit++) {
+        const int64_t i = unit / pieces * L, first = unit % pieces * at_once, rows = pyops_min(at_once, all - first);
+        const int64_t some = pyops_min(L, N - i);
+        float *const lines = pyops_scratch_or_fail(floats, &failed);
+        if (!lines) continue;
+        if (pyops_round_up(some, PYOPS_LANES) < L) k->fill(lines, rows * u->W * L, 0.0f);
+        k->transpose(lines, u->x + i * n + first * u->W, some, rows * u->W, L, n);
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t c = (first + r) / u->H, row = (first + r) % u->H;
+            for (int64_t p = 0; p < u->count; p++) {
+                if (u->places[p].part_row != row % u->step_h) continue;
+                float *const line = to + i * w->image + (c * w->channel + (p * w->H + row / u->step_h) * w->W) * L;
+                k->planes_out(line, L, lines + (r * u->W + u->places[p].part_col) * L, u->step_w * L, phase_cols(u, p));
+            }
+        }
+    }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "conv2d: no memory for %zu floats per thread", floats) : PYOPS_OK;
+}
+
+/* The reverse of spread. */
+static void collect(float *images, const float *from, int64_t N, int64_t n) {
+    const pyops_kernels *k = pyops_active();
+    const int64_t L = lanes_for(N), whole = n / PYOPS_LANES * PYOPS_LANES;      /* transpose() writes whole vectors */
+    #pragma omp parallel for schedule(static) if (N * n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < N; i += L) {
+        const int64_t some = pyops_min(L, N - i);
+        k->transpose(images + i * n, from + i * n, whole, some, n, L);
+        for (int64_t j = 0; j < some; j++)
+            for (int64_t e = whole; e < n; e++) images[(i + j) * n + e] = from[i * n + e * L + j];
+    }
+}
+
+/* The windows `all` of N images of w, or of u, in this layout, in `to`, with their taps. */
+static pyops_status spread_windows(pyops_windows *all, float *to, pyops_tap *taps, const pyops_windows *w, const unsplit *u,
+                                   int64_t N) {
+    const int64_t L = lanes_for(N);
+    *all = *w;
+    for (int64_t t = 0; t < w->T; t++) taps[t] = (pyops_tap){w->taps[t].plane * L, w->taps[t].row, w->taps[t].col * L};
+    all->source = to, all->taps = taps;
+    all->size = spread_size(N, w->image), all->image *= L, all->channel *= L;
+    all->W *= L, all->grid_w *= L, all->columns = spread_size(N, w->grid_h * w->grid_w);
+    if (u) return spread_phases(to, w, u, N);
+    spread(to, w->source, N, w->image);
+    return PYOPS_OK;
+}
+
+/* ---- products with planes ------------------------------------------------------------------------------------------------ */
+/* Where each row of the windows of C channels starts in the planes. */
+static void plane_offsets(int64_t *offsets, const pyops_windows *w, const plane_blocks *b, int64_t C) {
+    for (int64_t c = 0; c < C; c++)
+        for (int64_t t = 0; t < w->T; t++)
+            offsets[c * w->T + t] = (c * b->parts + w->taps[t].plane / (w->H * w->W)) * b->size +
+                (w->taps[t].row - b->top) * b->width + w->taps[t].col - b->left;
 }
 
 /* dst[n, m, :] = filters (groups M, C T) x windows (groups C T, columns) + bias, group by group. */
-static pyops_status correlate(const char *who, planes dst, const float *filters, const float *bias, const pyops_windows *w,
-                              int64_t M, int64_t C, int64_t groups) {
+static pyops_status correlate_planes(const char *who, planes dst, const float *filters, const float *bias,
+                                     const pyops_windows *w, const unsplit *u, const plane_blocks *b, int64_t M, int64_t C,
+                                     int64_t groups) {
     const pyops_kernels *k = pyops_active();
-    const int64_t K = C * w->T, area = w->grid_h * w->grid_w, threads = omp_get_max_threads();
-    if (is_direct(k, C, M, w->T)) {
-        const int64_t step = 64, blocks = ceil_div(w->columns, step);
-        #pragma omp parallel for schedule(static) if (w->columns * groups * M * w->T > PYOPS_SHARE_FMAS)
-        for (int64_t i = 0; i < blocks; i++)
-            k->windows_direct(dst.p, dst.image, dst.plane, w, filters, bias, groups, M, i * step,
-                              pyops_min(step, w->columns - i * step));
-        return PYOPS_OK;
+    const int64_t K = C * w->T, images = w->columns / (w->grid_h * w->grid_w), size = planes_size(b, C);
+    const size_t floats = (size_t)(size + M * b->n + PYOPS_LANES + K * (int64_t)(sizeof(int64_t) / sizeof(float)));
+    int failed = 0;
+    #pragma omp parallel if (w->columns * groups * M * K > PYOPS_SHARE_FMAS)
+    {
+        float *const x = pyops_scratch_or_fail(floats, &failed), *const sums = x + size;
+        int64_t *const offsets = (int64_t *)(x + size + M * b->n + PYOPS_LANES);
+        if (x) plane_offsets(offsets, w, b, C);
+        #pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < images * groups * b->count; i++) {
+            if (!x) continue;
+            const int64_t n = i / groups / b->count, g = i / b->count % groups, place = i % b->count;
+            const int64_t row = place / b->across * b->rows, col = place % b->across * b->cols;
+            const int64_t rows = pyops_min(b->rows, w->grid_h - row), cols = pyops_min(b->cols, w->grid_w - col);
+            const int64_t columns = b->by_row ? cols : pyops_round_up((rows - 1) * b->width + cols, PYOPS_LANES);
+            fetch_planes(k, x, w, u, b, n, place, g * C, C);
+            for (int64_t r = 0; r < (b->by_row ? rows : 1); r++)
+                for (int64_t pc = 0; pc < K; pc += k->KC)
+                    k->planes_times(sums + r * b->width, b->n, x + r * b->width, offsets + pc, filters + g * M * K + pc, K,
+                                    bias ? bias + g * M : NULL, M, pyops_min(k->KC, K - pc), columns, pc > 0);
+            for (int64_t m = 0; m < M; m++) {
+                float *const to = dst.p + n * dst.image + (g * M + m) * dst.plane + row * w->grid_w + col;
+                if (cols == w->grid_w) k->planes_out(to, cols, sums + m * b->n, b->width, rows);
+                else
+                    for (int64_t r = 0; r < rows; r++)
+                        k->planes_out(to + r * w->grid_w, cols, sums + m * b->n + r * b->width, b->width, 1);
+            }
+        }
     }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %zu floats per thread", who, floats) : PYOPS_OK;
+}
+
+/* dst[n, m, :] = filters (groups M, C T) x windows (groups C T, columns) + bias, group by group.  u: NULL, or the source of the
+ * windows, for which `phases` has room. */
+static pyops_status correlate(const char *who, planes dst, const float *filters, const float *bias, const pyops_windows *w,
+                              const unsplit *u, float *phases, int64_t M, int64_t C, int64_t groups, float *spare) {
+    const pyops_kernels *k = pyops_active();
+    const int64_t K = C * w->T, area = w->grid_h * w->grid_w, N = w->columns / area, threads = omp_get_max_threads();
+    if (is_narrow(N, w->grid_w) && K && !k->micro.is_bf16) {
+        float *const source = (float *)(taps_in(spare) + w->T), *const results = source + spread_size(N, w->image);
+        pyops_windows all;
+        pyops_status status = spread_windows(&all, source, taps_in(spare), w, u, N);
+        const plane_blocks of_all = plane_blocks_of(&all, C, M);
+        const int64_t plane = area * lanes_for(N);
+        if (!status)
+            status = correlate_planes(who, (planes){results, groups * M * plane, plane}, filters, bias, &all, NULL, &of_all, M,
+                                      C, groups);
+        if (!status) collect(dst.p, results, N, groups * M * area);
+        return status;
+    }
+    const plane_blocks blocks_of_planes = plane_blocks_of(w, C, M);
+    if (has_planes(k, w, &blocks_of_planes, C, M))
+        return correlate_planes(who, dst, filters, bias, w, u, &blocks_of_planes, M, C, groups);
+    const pyops_windows of_phases = u ? split(phases, w, u) : *w;
+    w = &of_phases;
     const int64_t steps = pyops_max(pyops_min(K, k->KB), 1);
     const int64_t most = pyops_min(512, pyops_max(PACKED / steps / k->NR, 2) * k->NR);
     /* blocks of columns within an image write to dst directly, unless much of their last panel would be empty */
@@ -250,11 +451,22 @@ static pyops_status correlate(const char *who, planes dst, const float *filters,
 #define TILES PYOPS_TUNED(conv2d_tiles, 64, 1, 256, 1)
 #define WINOGRAD_CHANNELS PYOPS_TUNED(conv2d_winograd_channels, 16, 1, 64, 1)
 
+/* Rows of tiles are rounded up to a multiple of this.  It decides the order of sums for dweight, so with exact kernels it is
+ * the same on every instruction set. */
+static int64_t lanes_of(const pyops_kernels *k) { return k->is_exact ? PYOPS_LANES : k->lanes; }
+
 /* Whether M filters of C channels on rows of W results are computed so: most lanes of a vector of tiles must be used. */
-static int has_tiles(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W) {
+static int fills_tiles(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W, int64_t unit) {
     const int64_t tiles = ceil_div(W, 2);
     return s->kh == 3 && s->kw == 3 && s->stride_h == 1 && s->stride_w == 1 && s->dilation_h == 1 && s->dilation_w == 1 &&
-        s->groups == 1 && pyops_min(M, C) >= WINOGRAD_CHANNELS && 4 * tiles >= 3 * pyops_round_up(tiles, PYOPS_LANES);
+        s->groups == 1 && pyops_min(M, C) >= WINOGRAD_CHANNELS && 4 * tiles >= 3 * pyops_round_up(tiles, unit);
+}
+static int has_tiles(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W) {
+    return !pyops_active()->micro.is_bf16 && fills_tiles(s, M, C, W, lanes_of(pyops_active()));
+}
+/* The same with any precision, exact or not: a plan may be replayed with another one than it was recorded with. */
+static int may_have_tiles(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W) {
+    return fills_tiles(s, M, C, W, PYOPS_LANES) || fills_tiles(s, M, C, W, pyops_active()->lanes);
 }
 static int64_t tile_filters_size(int64_t M, int64_t C) { return 16 * M * C; }
 
@@ -270,7 +482,7 @@ static pyops_tiles tiles_of(const float *source, int64_t N, int64_t C, int64_t H
                          .top = top,
                          .left = left,
                          .rows = ceil_div(rows, 2),
-                         .lanes = pyops_round_up(ceil_div(cols, 2), PYOPS_LANES)};
+                         .lanes = pyops_round_up(ceil_div(cols, 2), lanes_of(pyops_active()))};
 }
 
 /* G g G' of a filter, to 16 places that are ld apart.  step: 1, or -1 for a filter turned by half a turn, with g at its end. */
@@ -338,23 +550,22 @@ static pyops_status correlate_tiles(const char *who, planes dst, int64_t H, int6
 }
 
 /* ---- the parts of `work` ------------------------------------------------------------------------------------------------- */
-static int64_t taps_size(const pyops_conv2d *s) {
-    return s->kh * s->kw * (int64_t)((sizeof(pyops_tap) + sizeof(filter_place)) / sizeof(float)) + 2;
-}
 static int64_t filters_size(const pyops_conv2d *s) { return s->O * (s->C / s->groups) * s->kh * s->kw; }
 /* The filters as the product for M results of C channels takes them, on rows of W results. */
 static int64_t factors_size(const pyops_conv2d *s, int64_t M, int64_t C, int64_t W) {
-    return has_tiles(s, M, C, W) ? tile_filters_size(M, C) : filters_size(s);
+    return may_have_tiles(s, M, C, W) ? tile_filters_size(M, C) : filters_size(s);
 }
 
-/* The taps, aligned, at the start of work. */
-static pyops_tap *taps_in(float *work) { return (pyops_tap *)(((uintptr_t)work + 7) & ~(uintptr_t)7); }
-static filter_place *places_in(float *work, const pyops_conv2d *s) { return (filter_place *)(taps_in(work) + s->kh * s->kw); }
+/* Room for images of n floats and results of m floats per image with the batch as the last axis, if rows of `cols` results are
+ * narrow. */
+static int64_t spare_size(const pyops_conv2d *s, int64_t cols, int64_t n, int64_t m) {
+    return is_narrow(s->N, cols) ? taps_size(s) + spread_size(s->N, n + m) : 0;
+}
 
 /* ---- forward ------------------------------------------------------------------------------------------------------------- */
 int64_t pyops_conv2d_forward_work(SIZES) {
     const pyops_conv2d s = SIZES_OF;
-    return taps_size(&s) + phases_size(&s) + factors_size(&s, O, C, Wo);
+    return taps_size(&s) + phases_size(&s) + factors_size(&s, O, C, Wo) + spare_size(&s, Wo, image_size(&s), O * Ho * Wo);
 }
 
 pyops_status pyops_conv2d_forward(float *y, const float *x, const float *weight, const float *bias, float *work, SIZES,
@@ -367,17 +578,19 @@ pyops_status pyops_conv2d_forward(float *y, const float *x, const float *weight,
     filter_place *const places = places_in(work, &s);
     float *const phases = work + taps_size(&s), *const filters = phases + phases_size(&s);
     const planes to = {y, O * Ho * Wo, Ho * Wo};
-    if (has_tiles(&s, O, C, Wo) && !pyops_active()->micro.is_bf16) {
+    if (has_tiles(&s, O, C, Wo)) {
         #pragma omp parallel for schedule(static) if (16 * O * C > PYOPS_SHARE_FLOATS)
         for (int64_t i = 0; i < O * C; i++) transform_filter(filters + i, O * C, weight + 9 * i, 1);
         const pyops_tiles t = tiles_of(x, N, C, H, W, -pad_h, -pad_w, Ho, Wo);
         return correlate_tiles("conv2d_forward", to, Ho, Wo, filters, bias, t, N, O, C);
     }
     const int64_t T = taps_of_x(taps, places, &s), all = kh * kw, Cg = C / groups;
-    const pyops_windows w = windows_of_x(x, phases, taps, places, T, &s);
+    unsplit u;
+    const pyops_windows w = windows_of_x(&u, x, taps, places, T, &s);
     for (int64_t i = 0; T < all && i < O * Cg; i++)
         for (int64_t t = 0; t < T; t++) filters[i * T + t] = weight[i * all + places[t].a * kw + places[t].b];
-    return correlate("conv2d_forward", to, T < all ? filters : weight, bias, &w, O / groups, Cg, groups);
+    return correlate("conv2d_forward", to, T < all ? filters : weight, bias, &w, is_strided(&s) ? &u : NULL, phases, O / groups,
+                     Cg, groups, filters + factors_size(&s, O, C, Wo));
 }
 
 /* ---- the gradient of x --------------------------------------------------------------------------------------------------- */
@@ -385,9 +598,14 @@ static int64_t phase_size(const pyops_conv2d *s) {
     return s->N * s->C * ceil_div(s->H, s->stride_h) * ceil_div(s->W, s->stride_w);
 }
 
+static int64_t row_of_phases_size(const pyops_conv2d *s) {
+    return is_strided(s) ? pyops_min(s->stride_w, s->W) * phase_size(s) : 0;
+}
+
 int64_t pyops_conv2d_backward_x_work(SIZES) {
     const pyops_conv2d s = SIZES_OF;
-    return taps_size(&s) + factors_size(&s, C, O, W) + (is_strided(&s) ? pyops_min(stride_w, W) * phase_size(&s) : 0);
+    return taps_size(&s) + factors_size(&s, C, O, W) + row_of_phases_size(&s) +
+        spare_size(&s, W / stride_w, O * Ho * Wo, phase_size(&s) / pyops_max(N, 1));
 }
 
 pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *weight, float *work, SIZES, void *stream) {
@@ -397,9 +615,9 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
     if (status || !N) return status;
     pyops_tap *const taps = taps_in(work);
     filter_place *const places = places_in(work, &s);
-    float *const filters = work + taps_size(&s), *const phase = filters + filters_size(&s);
+    float *const filters = work + taps_size(&s), *const phase = filters + factors_size(&s, C, O, W);
     const int64_t Cg = C / groups, Og = O / groups, all = kh * kw;
-    if (has_tiles(&s, C, O, W) && !pyops_active()->micro.is_bf16) {
+    if (has_tiles(&s, C, O, W)) {
         #pragma omp parallel for schedule(static) if (16 * O * C > PYOPS_SHARE_FLOATS)
         for (int64_t i = 0; i < C * O; i++) /* filters (C,O), turned by half a turn */
             transform_filter(filters + i, C * O, weight + 9 * (i % O * C + i / O) + 8, -1);
@@ -428,7 +646,8 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
                         filters[(i * Og + o) * T + t] =
                             weight[((i / Cg * Og + o) * Cg + i % Cg) * all + places[t].a * kw + places[t].b];
             const planes to = {is_strided(&s) ? phase + left * size : dx, C * rows * cols, rows * cols};
-            status = correlate("conv2d_backward_x", to, filters, NULL, &w, Cg, Og, groups);
+            status = correlate("conv2d_backward_x", to, filters, NULL, &w, NULL, NULL, Cg, Og, groups,
+                               phase + row_of_phases_size(&s));
         }
         #pragma omp parallel for schedule(static) if (N * C * rows * W > PYOPS_SHARE_FLOATS)
         for (int64_t c = 0; c < (is_strided(&s) && !status ? N * C : 0); c++)
@@ -454,16 +673,15 @@ static int64_t parts_of(const pyops_conv2d *s) {
     const int64_t blocks = ceil_div(s->N * s->Ho * s->Wo, BLOCK);
     return pyops_max(1, pyops_min(pyops_min(PARTS, blocks), PARTIAL / filters_size(s)));
 }
-static int64_t tile_parts_of(const pyops_conv2d *s) {
-    const pyops_tiles t = tiles_of(NULL, s->N, s->C, s->H, s->W, 0, 0, s->Ho, s->Wo);
-    const int64_t blocks = ceil_div(s->N * t.rows, block_rows(&t));
-    return pyops_max(1, pyops_min(pyops_min(PARTS, blocks), PARTIAL / tile_filters_size(s->O, s->C)));
+static int64_t most_tile_parts(const pyops_conv2d *s) {
+    return pyops_max(1, pyops_min(PARTS, PARTIAL / tile_filters_size(s->O, s->C)));
 }
 
 int64_t pyops_conv2d_backward_weight_work(SIZES) {
     const pyops_conv2d s = SIZES_OF;
-    const int64_t tiles = has_tiles(&s, O, C, Wo) ? tile_parts_of(&s) * tile_filters_size(O, C) : 0;
-    return taps_size(&s) + phases_size(&s) + pyops_max(parts_of(&s) * filters_size(&s), tiles);
+    const int64_t tiles = may_have_tiles(&s, O, C, Wo) ? most_tile_parts(&s) * tile_filters_size(O, C) : 0;
+    return taps_size(&s) + phases_size(&s) + pyops_max(parts_of(&s) * filters_size(&s), tiles) +
+        spare_size(&s, Wo, image_size(&s), O * Ho * Wo);
 }
 
 /* Rows of windows and of dy in scratch; not a multiple of 1024 bytes apart, which would map many rows to one set of L1. */
@@ -501,16 +719,73 @@ static void add_windows(const pyops_kernels *k, float *partial, const pyops_wind
     for (int64_t m = 0; m < M; m++) pyops_copy(partial + m * K + first, products + m * padded, count);
 }
 
-/* The same for one channel per group and few filters, all groups at once. */
-static void add_products(const pyops_kernels *k, float *partial, const pyops_windows *dy, const pyops_windows *w, int64_t M,
-                         int64_t groups, int64_t q, int64_t to, float *sums) {
-    const int64_t count = groups * M * w->T;
-    k->fill(sums, count * PYOPS_LANES, 0.0f);
-    k->windows_outer(sums, dy, w, groups, M, q, to - q);
-    for (int64_t i = 0; i < count; i++) {
-        partial[i] = 0.0f;
-        for (int l = 0; l < PYOPS_LANES; l++) partial[i] += sums[i * PYOPS_LANES + l];
+/* partial (parts,O,K) = sums of dy x windows in parts of the blocks, all by dot products along planes. */
+static pyops_status add_planes(float *partial, int64_t parts, const float *dy, const pyops_windows *w, const unsplit *u,
+                               const plane_blocks *b, int64_t M, int64_t C, int64_t groups) {
+    const pyops_kernels *k = pyops_active();
+    const int64_t K = C * w->T, area = w->grid_h * w->grid_w, units = w->columns / area * b->count, size = planes_size(b, C);
+    const int64_t room = pyops_round_up(M * b->n + PYOPS_LANES, 2);
+    const size_t floats = (size_t)(size + room + K * (int64_t)(sizeof(int64_t) / sizeof(float)));
+    int failed = 0;
+    #pragma omp parallel for schedule(dynamic) if (w->columns * groups * M * K > PYOPS_SHARE_FMAS)
+    for (int64_t i = 0; i < parts * groups; i++) {
+        const int64_t part = i / groups, g = i % groups;
+        float *const x = pyops_scratch_or_fail(floats, &failed), *const d = x + size;
+        float *const its = partial + (part * groups + g) * M * K;
+        int64_t *const offsets = (int64_t *)(d + room);
+        if (!x) continue;
+        plane_offsets(offsets, w, b, C);
+        k->fill(its, M * K, 0.0f);
+        for (int64_t unit = part * units / parts; unit < (part + 1) * units / parts; unit++) {
+            const int64_t n = unit / b->count, place = unit % b->count;
+            const int64_t row = place / b->across * b->rows, col = place % b->across * b->cols;
+            const int64_t rows = pyops_min(b->rows, w->grid_h - row), cols = pyops_min(b->cols, w->grid_w - col);
+            fetch_planes(k, x, w, u, b, n, place, g * C, C);
+            for (int64_t m = 0; m < M; m++)
+                k->planes_in(d + m * b->n, b->width, dy + ((n * groups + g) * M + m) * area + row * w->grid_w + col, w->grid_w,
+                             rows, 0, cols, b->n, 1, 0, 1);
+            k->planes_dots(its, K, d, b->n, x, offsets, M, K, b->by_row ? rows : 1, b->width, b->by_row ? cols : b->n);
+        }
     }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "conv2d_backward_weight: no memory for %zu floats per thread", floats)
+                  : PYOPS_OK;
+}
+
+/* partial (parts,O,K) = sums of dy x windows in parts of the columns, by products. */
+static pyops_status add_all_windows(float *partial, int64_t parts, const float *dy, const pyops_windows *w,
+                                    const pyops_conv2d *s) {
+    const pyops_kernels *k = pyops_active();
+    const int64_t C = s->C / s->groups, M = s->O / s->groups, K = C * w->T, area = s->Ho * s->Wo, groups = s->groups;
+    const pyops_tap here = {0, 0, 0};
+    const pyops_windows of_dy = {.source = dy,
+                                 .size = s->N * s->O * area,
+                                 .image = s->O * area,
+                                 .channel = area,
+                                 .H = s->Ho,
+                                 .W = s->Wo,
+                                 .grid_h = s->Ho,
+                                 .grid_w = s->Wo,
+                                 .columns = w->columns,
+                                 .T = 1,
+                                 .taps = &here};
+    const int is_large = w->columns * s->O * K > PYOPS_SHARE_FMAS;
+    const int64_t blocks = ceil_div(w->columns, BLOCK), threads = omp_get_max_threads();
+    const int64_t cuts = is_large ? pyops_min(ceil_div(threads, parts * groups), ceil_div(K, k->MR)) : 1;
+    const int64_t rows = ceil_div(K, cuts);
+    const size_t floats = pyops_product_scratch(k) +
+        (size_t)((k->MC + M) * ROW + pyops_packed_b_size(k, BLOCK, M) + (rows + PYOPS_LANES + pyops_max(rows, k->MC)) * M);
+    int failed = 0;
+    #pragma omp parallel for schedule(dynamic) if (is_large)
+    for (int64_t i = 0; i < parts * groups * cuts; i++) {
+        const int64_t part = i / cuts / groups, g = i / cuts % groups, first = i % cuts * rows;
+        const int64_t q = part * blocks / parts * BLOCK, to = pyops_min((part + 1) * blocks / parts * BLOCK, w->columns);
+        if (first >= K) continue;
+        float *const scratch = pyops_scratch_or_fail(floats, &failed), *const its = partial + (part * s->O + g * M) * K;
+        if (!scratch) continue;
+        add_windows(k, its, &of_dy, w, M, C, g, q, to, first, pyops_min(first + rows, K), scratch);
+    }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "conv2d_backward_weight: no memory for %zu floats per thread", floats)
+                  : PYOPS_OK;
 }
 
 /* dweight by Winograd's algorithm: the gradients of the transformed filters are 16 products over all tiles,
@@ -520,7 +795,7 @@ static pyops_status add_tiles(float *dweight, const float *dy, const float *x, f
     const pyops_tiles t = tiles_of(x, s->N, s->C, s->H, s->W, -s->pad_h, -s->pad_w, s->Ho, s->Wo);
     const pyops_tiles of_dy = tiles_of(dy, s->N, s->O, s->Ho, s->Wo, 0, 0, s->Ho, s->Wo);
     const int64_t C = s->C, O = s->O, n = block_rows(&t), columns = n * t.lanes, all = s->N * t.rows, blocks = ceil_div(all, n);
-    const int64_t parts = tile_parts_of(s), size = tile_filters_size(O, C);
+    const int64_t parts = pyops_min(most_tile_parts(s), blocks), size = tile_filters_size(O, C);
     const int64_t ld_x = C * columns + PYOPS_LANES, ld_y = O * columns + PYOPS_LANES;
     const size_t floats = pyops_product_scratch(k) + (size_t)(16 * (ld_x + ld_y) + pyops_packed_b_size(k, columns, O));
     int failed = 0;
@@ -583,7 +858,7 @@ pyops_status pyops_conv2d_backward_weight(float *dweight, float *dbias, const fl
     pyops_status status = check_conv2d("conv2d_backward_weight", &s);
     if (status || !N) return status;
     const pyops_kernels *k = pyops_active();
-    if (has_tiles(&s, O, C, Wo) && !k->micro.is_bf16) {
+    if (has_tiles(&s, O, C, Wo)) {
         status = add_tiles(dweight, dy, x, work + taps_size(&s), &s);
         if (!status && dbias) add_bias_gradient(dbias, dy, N, O, Ho * Wo);
         return status;
@@ -591,40 +866,30 @@ pyops_status pyops_conv2d_backward_weight(float *dweight, float *dbias, const fl
     pyops_tap *const taps = taps_in(work);
     filter_place *const places = places_in(work, &s);
     float *const phases = work + taps_size(&s), *const partial = phases + phases_size(&s);
+    float *const spare = partial + parts_of(&s) * filters_size(&s);
     const int64_t T = taps_of_x(taps, places, &s), C1 = C / groups, M = O / groups, K = C1 * T, area = Ho * Wo;
-    const pyops_windows w = windows_of_x(x, phases, taps, places, T, &s);
-    const pyops_tap here = {0, 0, 0};
-    const pyops_windows of_dy = {.source = dy,
-                                 .size = N * O * area,
-                                 .image = O * area,
-                                 .channel = area,
-                                 .H = Ho,
-                                 .W = Wo,
-                                 .grid_h = Ho,
-                                 .grid_w = Wo,
-                                 .columns = w.columns,
-                                 .T = 1,
-                                 .taps = &here};
-    const int64_t parts = parts_of(&s), blocks = ceil_div(w.columns, BLOCK), threads = omp_get_max_threads();
-    const int direct = is_direct(k, C1, M, T), is_large = w.columns * O * K > PYOPS_SHARE_FMAS;
-    const int64_t units = direct ? 1 : groups;
-    const int64_t cuts = direct || !is_large ? 1 : pyops_min(ceil_div(threads, parts * groups), ceil_div(K, k->MR));
-    const int64_t rows = ceil_div(K, pyops_max(cuts, 1));
-    const size_t floats = direct ? (size_t)(O * T * PYOPS_LANES)
-                                 : pyops_product_scratch(k) +
-            (size_t)((k->MC + M) * ROW + pyops_packed_b_size(k, BLOCK, M) + (rows + PYOPS_LANES + pyops_max(rows, k->MC)) * M);
-    int failed = 0;
-    #pragma omp parallel for schedule(dynamic) if (is_large)
-    for (int64_t i = 0; i < (K ? parts * units * cuts : 0); i++) {
-        const int64_t part = i / cuts / units, g = i / cuts % units, first = i % cuts * rows;
-        const int64_t q = part * blocks / parts * BLOCK, to = pyops_min((part + 1) * blocks / parts * BLOCK, w.columns);
-        if (first >= K) continue;
-        float *const scratch = pyops_scratch_or_fail(floats, &failed), *const its = partial + (part * O + g * M) * K;
-        if (!scratch) continue;
-        if (direct) add_products(k, its, &of_dy, &w, M, groups, q, to, scratch);
-        else add_windows(k, its, &of_dy, &w, M, C1, g, q, to, first, pyops_min(first + rows, K), scratch);
+    unsplit u;
+    const pyops_windows w = windows_of_x(&u, x, taps, places, T, &s);
+    const unsplit *const source_of_w = is_strided(&s) ? &u : NULL;
+    const int narrow = is_narrow(N, Wo) && K && !k->micro.is_bf16;
+    plane_blocks b = plane_blocks_of(&w, C1, M);
+    int64_t parts = parts_of(&s);
+    if (narrow) {
+        float *const source = (float *)(taps_in(spare) + T), *const of_dy = source + spread_size(N, w.image);
+        pyops_windows all;
+        status = spread_windows(&all, source, taps_in(spare), &w, source_of_w, N);
+        spread(of_dy, dy, N, O * area);
+        b = plane_blocks_of(&all, C1, M);
+        parts = pyops_min(parts, ceil_div(N, lanes_for(N)) * b.count);
+        if (!status) status = add_planes(partial, parts, of_dy, &all, NULL, &b, M, C1, groups);
+    } else if (has_planes(k, &w, &b, C1, M)) {
+        parts = pyops_min(parts, N * b.count);
+        status = add_planes(partial, parts, dy, &w, source_of_w, &b, M, C1, groups);
+    } else if (K) {
+        const pyops_windows of_phases = source_of_w ? split(phases, &w, source_of_w) : w;
+        status = add_all_windows(partial, parts, dy, &of_phases, &s);
     }
-    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "conv2d_backward_weight: no memory for %zu floats per thread", floats);
+    if (status) return status;
     #pragma omp parallel for schedule(static) if (parts * O * K > PYOPS_SHARE_FLOATS)
     for (int64_t o = 0; o < O; o++) {
         float *const sums = partial + o * K, *const to = dweight + o * C1 * kh * kw;

@@ -39,16 +39,18 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) {
 #ifndef PYOPS_LOWERED
 #define PYOPS_LOWERED 0
 #endif
-/* Whether CPU and operating system have AMX's tiles of bfloat16, and this process may use them. */
-static inline int has_amx(void) {
+/* Whether CPU and operating system have AMX's tiles of a type, a bit of cpuid, and this process may use them. */
+enum { AMX_BF16 = 1 << 22, AMX_INT8 = 1 << 25 };
+static inline int has_amx(unsigned type) {
 #if defined __linux__ && defined __x86_64__
-    enum { TILES_IN_XCR0 = 3 << 17, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, TILE_DATA = 18, REQUEST_PERMISSION = 0x1023 };
+    enum { TILES_IN_XCR0 = 3 << 17, AMX_TILE = 1 << 24, TILE_DATA = 18, REQUEST_PERMISSION = 0x1023 };
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & TILES_IN_XCR0) != TILES_IN_XCR0 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-    return (d & AMX_BF16) && (d & AMX_TILE) && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+    return (d & type) && (d & AMX_TILE) && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
 #else
+    (void)type;
     return 0;
 #endif
 }
@@ -117,23 +119,45 @@ static void choose_tables(const char *requested) {
     use(&pyops_kernels_generic, &pyops_bf16_generic, EXACT_OF(generic));
 }
 
-/* Use VNNI with the tables of AVX2 and AVX-512, unless a table was requested by its own name. */
+#if defined __x86_64__ || defined __i386__
+/* The best extension for int8 of a table.   requested: the only one that may be used, or NULL.   name: becomes its name */
+static pyops_int8_kernel *int8_extension(const char *table, const char *requested, const char **name) {
+    const struct {
+        const char *name, *table;
+        pyops_int8_kernel *kernel;
+        int is_here;
+    } extensions[] = {
+        {"amx_int8", "avx512", pyops_int8_amx_int8, PYOPS_LOWERED || has_amx(AMX_INT8)},
+        {"avx512_vnni", "avx512", pyops_int8_avx512_vnni,
+         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw")},
+        {"avx2_vnni", "avx2", pyops_int8_avx2_vnni, has_avx2_vnni()},
+    };
+    for (size_t i = 0; i < sizeof extensions / sizeof *extensions; i++)
+        if (extensions[i].kernel && extensions[i].is_here && !strcmp(extensions[i].table, table) &&
+            (!requested || !strcmp(requested, extensions[i].name))) {
+            *name = extensions[i].name;
+            return extensions[i].kernel;
+        }
+    return NULL;
+}
+#endif
+
+/* Use an extension for int8 with the tables of AVX2 and AVX-512, unless a table was requested by its own name. */
 static void choose(void) {
     const char *requested = getenv("PYOPS_ISA");
     if (requested && !*requested) requested = NULL;
     const char *const extension = requested ? strchr(requested, '_') : "";
-    const int is_vnni = extension && !strcmp(extension, "_vnni");
-    choose_tables(!is_vnni ? requested : !strcmp(requested, "avx512_vnni") ? "avx512" : "avx2");
+    const int is_int8 = extension && (!strcmp(extension, "_vnni") || !strcmp(extension, "_int8"));
+    choose_tables(!is_int8 ? requested : !strcmp(requested, "avx2_vnni") ? "avx2" : "avx512");
     int8_name = tables[0].name;
 #if defined __x86_64__ || defined __i386__
-    pyops_int8_kernel *vnni = NULL;
-    if (extension && !strcmp(tables[0].name, "avx512") && __builtin_cpu_supports("avx512vnni") &&
-        __builtin_cpu_supports("avx512bw"))
-        vnni = pyops_int8_avx512_vnni;
-    if (extension && !strcmp(tables[0].name, "avx2") && has_avx2_vnni()) vnni = pyops_int8_avx2_vnni;
-    if (!vnni) return;
-    int8_name = vnni == pyops_int8_avx512_vnni ? "avx512_vnni" : "avx2_vnni";
-    for (int i = 0; i < 3; i++) tables[i].int8_group = vnni;
+    pyops_int8_kernel *const kernel = extension ? int8_extension(tables[0].name, is_int8 ? requested : NULL, &int8_name) : NULL;
+    const pyops_kernels *const generic = &pyops_kernels_generic;    /* VNNI has the same rows */
+    for (int i = 0; i < 3 && kernel; i++) {
+        tables[i].int8_group = tables[i].screen_group = kernel;
+        tables[i].coarse = PYOPS_BYTE_ZERO - 1, tables[i].flip = generic->flip;
+        tables[i].int8_size = generic->int8_size, tables[i].int8_row = generic->int8_row;
+    }
 #endif
 }
 

@@ -113,8 +113,8 @@ pyops_status pyops_fp8_encode(uint8_t *codes, uint8_t *transposed, float *scales
         .R = R,
         .C = C,
         .ldx = ldx,
-        .ld = ld,
-        .transposed_ld = transposed_ld,
+        .ld = fp8_ld(ld, C),
+        .transposed_ld = fp8_ld(transposed_ld, R),
         .blocks = blocks,
     };
     const float whole = blocks == PYOPS_FP8_TENSOR ? whole_scale(&e) : 1.0f;
@@ -194,8 +194,8 @@ pyops_status pyops_gemm_fp8(pyops_real *c, const uint8_t *a, const uint8_t *b, c
     if (status) return status;
     const product p = {
         .c = c,
-        .a = operand_of(a, a_scales, M, lda, a_format, a_blocks),
-        .b = operand_of(b, b_scales, N, ldb, b_format, b_blocks),
+        .a = operand_of(a, a_scales, M, fp8_ld(lda, K), a_format, a_blocks),
+        .b = operand_of(b, b_scales, N, fp8_ld(ldb, K), b_format, b_blocks),
         .bias = bias,
         .K = K,
         .ldc = ldc,

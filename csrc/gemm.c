@@ -15,6 +15,9 @@ static float relu(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN stays */
 /* Further flags: partial sums of a block of c are read from or written to `sums` instead of c. */
 enum { FROM_SUMS = 4, TO_SUMS = 8 };
 
+/* The largest tile of any instruction set: AMX has several tiles one below the other. */
+enum { MOST_MR = 128, MOST_NR = 32 };
+
 /* c (mc,nc) = a (mc,kc) x packed b (kc,nc), tile by tile.  `t` holds the fields common to all tiles, with a and b at their
  * start and kc in steps.  Partial sums of unfinished tiles go to `sums`, stored tile after tile to avoid TLB misses and
  * cache-set conflicts.  Tiles at the edge of c go through a buffer. */
@@ -28,8 +31,9 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
     const float *const a = t.a, *const b = t.b;
     /* floats of the next panel of b that a tile prefetches, in all and per step of K */
     const int64_t share = NR * kc / tiles, far = (share + kc - 1) / kc;
-    float edge[32 * 32], edge_bias[32];
+    float edge[MOST_MR * MOST_NR], edge_bias[MOST_NR];
     t.relu = flags & PYOPS_RELU;
+    if (k->micro.begin) k->micro.begin();
     for (int64_t j = 0; j < nc; j += NR) {
         const int64_t n = pyops_min(NR, nc - j), ld = n < NR ? NR : ldc;
         t.b = b + j * kc;
@@ -63,6 +67,7 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
                 for (int64_t r = 0; r < t.rows; r++) memcpy(c_ij + r * ldc, edge + r * NR, (size_t)n * sizeof *c);
         }
     }
+    if (k->micro.end) k->micro.end();
 }
 
 /* Columns of a block of c whose partial sums are kept. */

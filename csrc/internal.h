@@ -30,14 +30,14 @@ typedef struct {
     const float *source;
     int64_t size, image, channel;       /* as in pyops_windows */
     int64_t H, W, top, left;            /* a plane; the row and column of the first element of the first tile */
-    int64_t rows, lanes;                /* rows of tiles in an image; tiles of a row, rounded up to PYOPS_LANES */
+    int64_t rows, lanes;                /* rows of tiles in an image; tiles of a row, rounded up to whole vectors */
 } pyops_tiles;
 
 /* PYOPS_GROUP rows of a weight in int8: see kernels/int8_body.inc. */
 enum { PYOPS_GROUP = 64, PYOPS_BYTE_ZERO = 128 };   /* the byte of x that means 0 */
 enum { PYOPS_LONGEST_INT8 = 131072 };               /* so many products, and as many times PYOPS_BYTE_ZERO, fit in 32 bits */
 typedef struct {
-    const int8_t *panel;                /* (quads,PYOPS_GROUP,4) */
+    const int8_t *panel;                /* (quads,PYOPS_GROUP,4); for int8_group xor pyops_kernels.flip, and quads is even */
     const int32_t *start;               /* -PYOPS_BYTE_ZERO times the sum of each row */
     const float *scales, *bias;
 } pyops_int8_group;
@@ -135,10 +135,13 @@ typedef struct {
                                int64_t ldb, int add)) \
     ROW(void,   windows,      (float *dst, int64_t ld, const pyops_windows *w, int64_t c, int64_t q, int64_t n, int64_t from, \
                                int64_t to)) \
-    ROW(void,   windows_direct, (float *dst, int64_t image, int64_t plane, const pyops_windows *w, const float *filters, \
-                                 const float *bias, int64_t C, int64_t M, int64_t q, int64_t n)) \
-    ROW(void,   windows_outer, (float *sums, const pyops_windows *dy, const pyops_windows *w, int64_t C, int64_t M, int64_t q, \
-                                int64_t n)) \
+    ROW(void,   planes_in,    (float *dst, int64_t width, const float *src, int64_t ld, int64_t rows, int64_t before, int64_t n, \
+                               int64_t size, int64_t step, int64_t at, int is_whole)) \
+    ROW(void,   planes_out,   (float *dst, int64_t n, const float *src, int64_t width, int64_t rows)) \
+    ROW(void,   planes_times, (float *sums, int64_t ld, const float *planes, const int64_t *offsets, const float *filters, \
+                               int64_t ld_filters, const float *bias, int64_t M, int64_t K, int64_t n, int add)) \
+    ROW(void,   planes_dots,  (float *y, int64_t ldy, const float *dy, int64_t ld, const float *planes, \
+                               const int64_t *offsets, int64_t M, int64_t K, int64_t lines, int64_t width, int64_t n)) \
     ROW(void,   winograd_in,  (float *packed, int64_t ld, int64_t NR, const pyops_tiles *t, int64_t c, int64_t C, int64_t q, \
                                int64_t n)) \
     ROW(void,   winograd_out, (float *dst, int64_t image, int64_t plane, int64_t H, int64_t W, const float *sums, int64_t ld, \
@@ -175,8 +178,14 @@ typedef struct {
     ROW(double, fma_loop,     (int64_t n)) \
     ROW(float,  to_int8,      (int8_t *y, const float *x, float scale, int64_t n)) \
     ROW(void,   to_bytes,     (uint8_t *y, const float *x, float factor, int64_t n)) \
-    ROW(void,   int8_group,   (float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R, \
-                               int64_t quads, int64_t ldy, int flags)) \
+    /* the bytes of a row of x for int8_group; complete such a row, which ends with integers plus PYOPS_BYTE_ZERO */ \
+    ROW(int64_t, int8_size,   (int64_t quads)) \
+    ROW(void,   int8_row,     (uint8_t *row, int64_t quads)) \
+    ROW(void,   int8_group,   (float *y, const uint8_t *x, int64_t ldx, const float *x_scales, const pyops_int8_group *w, \
+                               int64_t R, int64_t quads, int64_t ldy, int flags)) \
+    /* the same for bytes of x that are integers from -coarse to coarse plus coarse + 1 */ \
+    ROW(void,   screen_group, (float *y, const uint8_t *x, int64_t ldx, const float *x_scales, const pyops_int8_group *w, \
+                               int64_t R, int64_t quads, int64_t ldy, int flags)) \
     ROW(int64_t, next_not_below, (const float *x, const float *errors, const float *lengths, float length, float error, \
                                   float least, int64_t from, int64_t n)) \
     ROW(void,   random_words, (uint32_t *out, int64_t first, int64_t n, uint64_t step, uint64_t key)) \
@@ -190,6 +199,12 @@ typedef struct {
     /* add n numbers: number i to lane i */ \
     ROW(void,   error_sums,   (pyops_error_lanes *sums, const float *x, const float *q, const int32_t *valid, \
                                const double *scale, double smallest, double largest, int64_t n)) \
+    /* places in the counts of pyops_bin_counts and pyops_octave_counts; their size for numbers that are not counted */ \
+    ROW(void,   bins,         (int32_t *places, const float *x, const float *q, int64_t n, double low, double factor, \
+                               int32_t bins)) \
+    ROW(void,   half_octaves, (int32_t *places, const float *x, const float *each, const int32_t *scales, int64_t n)) \
+    /* keys[i] = max(keys[i], key of x[i] - minus[i]): 0 where valid is 0; larger for a larger magnitude */ \
+    ROW(void,   largest_keys, (uint32_t *keys, const float *x, const float *minus, const uint8_t *valid, int64_t n)) \
     ROW(void,   amax_blocks,  (uint32_t *amax, const float *x, int64_t n, int64_t block)) \
     ROW(void,   block_scales, (int32_t *scales, const uint32_t *amax, int64_t n, const pyops_rounding_of *how)) \
     ROW(void,   number_scales, (float *scales, const uint32_t *amax, int64_t n, float factor, const pyops_rounding_of *how)) \
@@ -261,6 +276,7 @@ typedef struct {
     int a_step; /* floats of a row of a packed a in a step */
     int a_in_rows; /* a packed a is always in rows, not in panels */
     int64_t MR, MC; /* as in pyops_kernels, or 0: float32's */
+    void (*begin)(void), (*end)(void); /* before the first tile of a block and after the last one, or NULL */
     void (*gemm)(const pyops_tile *t);
     /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`.  A: in panels or, if
      * a_in_rows, or if is_bf16 and along is 1, in rows. */
@@ -272,9 +288,12 @@ typedef struct {
     const char *name; /* "avx2" */
     const char *tile; /* "6x16" = MR x NR */
     int64_t MR, NR; /* a tile */
+    int64_t lanes; /* floats of a vector */
     int64_t MC, KC; /* size of the block of a that fits in L2 */
     int64_t KB, B; /* at most KB rows and B floats of b are packed at a time, to fit in L3 */
     int any_col; /* whether a tile with a_row 1 accepts any a_col, or only MR (a packed a) */
+    int coarse; /* see screen_group */
+    int flip; /* for int8_group, 0 or PYOPS_BYTE_ZERO: xor the bytes of weights with it */
     int is_exact; /* the order of every sum must be the same for every instruction set: see pyops_set_exact */
     pyops_micro_kernel micro; /* for the current precision */
 #define ROW(result, name, arguments) result(*name) arguments;
@@ -293,10 +312,10 @@ extern const pyops_kernels pyops_kernels_exact_avx2, pyops_kernels_exact_avx512;
 const pyops_kernels *pyops_active(void);
 const pyops_kernels *pyops_in_float32(void), *pyops_in_bf16(void); /* the tables of a type, whatever the precision is */
 
-/* int8_group with the instructions of VNNI, or NULL if the compiler has none. */
-typedef void pyops_int8_kernel(float *y, const uint8_t *x, const float *x_scales, const pyops_int8_group *w, int64_t R,
-                               int64_t quads, int64_t ldy, int flags);
-extern pyops_int8_kernel *const pyops_int8_avx2_vnni, *const pyops_int8_avx512_vnni;
+/* int8_group with the instructions of VNNI or AMX, or NULL if the compiler has none. */
+typedef void pyops_int8_kernel(float *y, const uint8_t *x, int64_t ldx, const float *x_scales, const pyops_int8_group *w,
+                               int64_t R, int64_t quads, int64_t ldy, int flags);
+extern pyops_int8_kernel *const pyops_int8_avx2_vnni, *const pyops_int8_avx512_vnni, *const pyops_int8_amx_int8;
 
 /* ---- errors ------------------------------------------------------------------------------ */
 pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
@@ -389,9 +408,6 @@ enum { PYOPS_KC = 256 };
 
 /* Kernels pad rows in scratch to a multiple of this, the longest vector of any table. */
 enum { PYOPS_LANES = 16 };
-
-/* Most taps of a convolution whose channels have filters of their own, for kernels that use no matrix product. */
-enum { PYOPS_DIRECT_TAPS = 64 };
 
 /* Outputs of a linear layer on pixels are computed in blocks of this many. */
 enum { PYOPS_PIXEL_BLOCK = 32 };
@@ -488,10 +504,10 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
 /* ---- compact weights: csrc/compact.c ---- */
 typedef struct {
     const pyops_kernels *k;
-    int64_t O, I, steps; /* steps: floats of a packed row */
+    int64_t O, I, steps, row; /* steps: floats of a packed row of the weight; row: bytes of a rounded row of x */
     int32_t format;
     const float *compact, *x;
-    uint8_t *bytes; /* INT8: x rounded, (R,4 steps), and the scales of its rows */
+    uint8_t *bytes; /* INT8: x rounded, (R,row), and the scales of its rows */
     float *x_scales;
 } pyops_compact;
 

@@ -2,7 +2,8 @@
  *
  * Decoding needs one token of thousands, and an approximate product rules out almost all of them.  So weight is rounded once
  * to 8 bits per number: a row w of weight is s q + e, with integers q from -127 to 127 and the rounding error e.  A row x is
- * likewise a u + f.  Then
+ * likewise a u + f, with integers up to 127 or, without an instruction for such products, up to 15, whose products can be added in
+ * 16 bits.  Then
  *
  *     w . x  =  a s (q . u)  +  s q . f  +  e . x        and        |s q . f + e . x|  <=  (|w| + |e|) |f| + |e| |x|
  *
@@ -58,22 +59,22 @@ static double rounding_of_sums(int64_t D) { return (double)(D + 16) * FLT_EPSILO
 
 typedef struct { float scale, length, error; } rounded;     /* upper bounds of |x| and of |f| */
 
-/* Round a row to bytes, padded with 0 to whole quads.  The length is infinite if it cannot be rounded. */
-static rounded round_row(const pyops_kernels *k, int8_t *q, const float *x, int64_t D) {
+/* Round a row to integers up to `largest`, padded with 0 to whole quads.  The length is infinite if it cannot be rounded. */
+static rounded round_row(const pyops_kernels *k, int8_t *q, const float *x, int64_t D, int largest) {
     const uint32_t bits = k->amax(x, D);
     float most;
     memcpy(&most, &bits, sizeof most);
     memset(q, 0, (size_t)(4 * quads_of(D)));
     if (most == 0.0f) return (rounded){0.0f, 0.0f, 0.0f};
     if (!(most >= LEAST && most <= MOST)) return (rounded){0.0f, INFINITY, INFINITY};
-    const float scale = most / 127.0f;
+    const float scale = most / (float)largest;
     const double left = k->to_int8(q, x, scale, D) * (1.0 + rounding_of_sums(D)), all = k->sum_squares(x, D);
     return (rounded){scale, (float)(sqrt(all) * (1.0 + 1e-6)), (float)(sqrt(left) * (1.0 + 1e-6))};
 }
 
-/* The bytes of x that int8_group multiplies: integers plus PYOPS_BYTE_ZERO. */
-static void to_unsigned(uint8_t *y, const int8_t *q, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] = (uint8_t)(q[i] + PYOPS_BYTE_ZERO);
+/* The bytes that screen_group multiplies. */
+static void to_unsigned(uint8_t *y, const int8_t *q, int64_t n, int coarse) {
+    for (int64_t i = 0; i < n; i++) y[i] = (uint8_t)(q[i] + coarse + 1);
 }
 
 static void prepare_group(const pyops_kernels *k, float *prepared, const layout *l, const float *weight, const float *bias,
@@ -83,7 +84,7 @@ static void prepare_group(const pyops_kernels *k, float *prepared, const layout 
     for (int64_t j = 0; j < GROUP; j++) {
         const int64_t v = first + j;
         rounded w = {0};
-        if (v < V) w = round_row(k, q, weight + v * D, D);
+        if (v < V) w = round_row(k, q, weight + v * D, D, 127);
         else memset(q, 0, (size_t)(4 * quads));
         int32_t sum = 0;
         for (int64_t i = 0; i < 4 * quads; i++) {
@@ -161,8 +162,8 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
         for (int64_t r = 0; r < R; r++) {
             best[r] = 0;
             if (!prepared || !logits) continue;
-            const rounded x_r = round_row(k, (int8_t *)logits, x + r * D, D);
-            to_unsigned(bytes + 4 * r * quads, (int8_t *)logits, 4 * quads);
+            const rounded x_r = round_row(k, (int8_t *)logits, x + r * D, D, k->coarse);
+            to_unsigned(bytes + 4 * r * quads, (int8_t *)logits, 4 * quads, k->coarse);
             scales[r] = x_r.scale, lengths[r] = x_r.length, errors[r] = x_r.error;
         }
         #pragma omp for schedule(dynamic)
@@ -175,7 +176,7 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
                                                 .start = (const int32_t *)(prepared + l.start) + j,
                                                 .scales = prepared + l.scales + j,
                                                 .bias = prepared + l.tops + j};
-                    k->int8_group(logits + j - v, bytes + 4 * r0 * quads, scales + r0, &w, rows, quads, WORDS, 0);
+                    k->screen_group(logits + j - v, bytes + 4 * r0 * quads, 4 * quads, scales + r0, &w, rows, quads, WORDS, 0);
                 }
                 for (int64_t r = r0; r < r0 + rows; r++) {
                     if (!prepared || !isfinite(lengths[r])) {

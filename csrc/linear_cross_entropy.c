@@ -31,6 +31,13 @@
  * block, and with --exact they have the same bits on all. */
 enum { TILES = 42 };
 
+/* The same with factors in bfloat16: KC, a block of K for phase 4, and a multiple of the tile height 32 of AMX, which multiplies so
+ * fast that a few rows more cost as much as another block of K. */
+#define ROWS_BF16 PYOPS_TUNED(linear_cross_entropy_rows_bf16, 256, 1, 512, 1)
+enum { TILES_BF16 = 32 };
+
+static int64_t most_rows(const pyops_kernels *k) { return k->micro.is_bf16 ? ROWS_BF16 : ROWS; }
+
 /* The logits of a block are stored in chunks of COLUMNS columns, (ROWS, COLUMNS) each, rows LD apart.  With rows of all V
  * columns every row would be on another page, and with a stride of 2 KiB all rows would map to the same cache sets. */
 enum { COLUMNS = 512, LD = COLUMNS + 16 };
@@ -39,7 +46,7 @@ _Static_assert(COLUMNS % PYOPS_KC == 0, "a chunk of weight must be whole packed 
 typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, maxima, factors, total, ahead; } layout;
 
 static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t V, int gradients) {
-    const int64_t block = pyops_min(R, ROWS);
+    const int64_t block = pyops_min(R, most_rows(k));
     layout l = {0};
     l.x = l.rows + R;                                   /* before it: indices of the valid rows, int32 (R) */
     l.losses = l.x + block * D;                         /* x: the rows of a block (ROWS,D) */
@@ -50,7 +57,7 @@ static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t 
     l.x_packed = l.dx + (gradients ? block * D : 0);    /* dx of a block (ROWS,D) */
     l.w_logits = l.x_packed + (gradients ? pyops_packed_b_size(k, block, D) : 0);       /* x of a block packed (ROWS,D) */
     l.total = l.w_logits;
-    l.ahead = R > ROWS && D * V <= AHEAD;
+    l.ahead = R > block && D * V <= AHEAD;
     if (!l.ahead) return l;
     l.w_dx = l.w_logits + pyops_packed_b_size(k, D, V);         /* weight' packed (D,V) */
     l.total = l.w_dx + (gradients ? pyops_packed_b_size(k, V, D) : 0);  /* weight packed (V,D) */
@@ -84,9 +91,10 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const layout l = make_layout(k, R, D, V, gradients);
-    const int64_t n_valid = valid[0], block = pyops_min(R, ROWS), blocks = (n_valid + ROWS - 1) / ROWS;
+    const int64_t n_valid = valid[0], block = pyops_min(R, most_rows(k)), blocks = (n_valid + block - 1) / pyops_max(1, block);
+    const int64_t tiles = k->micro.is_bf16 ? TILES_BF16 : TILES;
     /* rows of each block but the last: whole tiles of any instruction set, if that makes no block too high */
-    const int64_t even = blocks ? (n_valid + blocks - 1) / blocks : 0, height = pyops_min(pyops_round_up(even, TILES), block);
+    const int64_t even = blocks ? (n_valid + blocks - 1) / blocks : 0, height = pyops_min(pyops_round_up(even, tiles), block);
 
     int32_t *row = (int32_t *)(work + l.rows);
     for (int64_t r = 0, n = 0; r < R; r++)

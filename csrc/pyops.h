@@ -51,7 +51,7 @@ PYOPS_API int32_t      pyops_abi_version(void);
 PYOPS_API const char  *pyops_last_error(void);    /* of the calling thread; "" if nothing has failed yet */
 PYOPS_API const char  *pyops_isa(void);           /* the kernels in use: "generic", "avx2", "avx512" */
 PYOPS_API const char  *pyops_bf16_isa(void);      /* of products in bfloat16: the same, "avx512_bf16" or "amx_bf16" */
-PYOPS_API const char  *pyops_int8_isa(void);      /* of products in int8: the same, "avx2_vnni" or "avx512_vnni" */
+PYOPS_API const char  *pyops_int8_isa(void);      /* of products in int8: the same, "avx2_vnni", "avx512_vnni" or "amx_int8" */
 PYOPS_API const char  *pyops_gemm_tile(void);     /* their matrix micro-kernel: "4x8", "6x16", "14x32" */
 PYOPS_API int32_t      pyops_threads(void);       /* threads that a call from this thread may use */
 PYOPS_API pyops_status pyops_set_threads(int32_t threads);      /* for calls from this thread, as in OpenMP */
@@ -822,23 +822,29 @@ PYOPS_API pyops_status pyops_attention_backward(
  * attention_step   y[r,:] of the query q[r,:], as in attention_forward.
  *                  offsets NULL: over T keys of an array with W rows per token.  Key s is row index[s,r] of token s for s < M, and
  *                  else row r
+ *                  positions: over the keys s <= positions[r], which are row index[s,r] of T * W rows
  *                  offsets (W+1): over the keys of sequence b, rows offsets[b] to offsets[b + 1] - 1, at most T, where b is
  *                  index[r % B], or r % B if index is NULL and B = W
  *                  causal, with W = 1: the queries are the last R of T tokens of one hypothesis, and see the keys up to their own
  * follow_parents   index[s,r] = before[s,parents[r]] for s < M, else parents[r]: the rows of the T tokens of each hypothesis, if
  *                  hypothesis r continues hypothesis parents[r] of N
+ * append_rows      y[places[r],:] = x[r,:]: keys or values of the newest token of each hypothesis
  * q, y (R,heads*C)   k, v (T,W,heads*C), or with offsets (rows,heads*C)   attention_step: index (M,R) int32 in [0,W), M <= T,
- * or with offsets (B)
+ * or with offsets (B).  positions (R) int32 in [0,T), or NULL; with them index (T,W) in [0,T*W)
  * Rows of q are ldq floats apart, rows of k and of v ldk; rows of y are contiguous.
  * follow_parents: index (T,R), before (M,N) int32, parents (R) int32 in [0,N)
+ * append_rows: y (N,C), rows ldy floats apart;  x (R,C), ldx apart;  places (R) int32 in [0,N)
  */
 PYOPS_API pyops_status pyops_attention_step(
     float *y, const float *q, const float *k, const float *v, const int32_t *index, const int32_t *offsets,
-    int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk,
+    const int32_t *positions, int64_t R, int64_t T, int64_t M, int64_t W, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk,
     int32_t causal, void *stream);
 PYOPS_API pyops_status pyops_follow_parents(
     int32_t *index, const int32_t *before, const int32_t *parents,
     int64_t T, int64_t M, int64_t N, int64_t R, void *stream);
+PYOPS_API pyops_status pyops_append_rows(
+    float *y, const float *x, const int32_t *places,
+    int64_t N, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream);
 
 /* The softmax alone, for scores in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
  * forward   p[i,:] = softmax of scale * s[i,:] over the keys that query i may see, 0 elsewhere;   w = D p
@@ -1098,8 +1104,8 @@ PYOPS_API pyops_status pyops_scaled_decode(
     int64_t outer, int64_t rows, int64_t columns, int64_t block_rows, int64_t block_columns, int32_t format, void *stream);
 
 /* ---- products of matrices in FP8: E4M3 or E5M2, with scales --------------------------------------------------------------
- * The codes of a matrix (R,C) are (R,ld), a byte each, ld a multiple of 16 of at least C; bytes from C on are neither written nor
- * read.  C is the axis that a product sums over.  Its scales, at the edges of smaller blocks:
+ * The codes of a matrix (R,C) are (R,ld), a byte each, ld a multiple of 16 of at least C, 0 for the least one; bytes from C on are
+ * neither written nor read.  C is the axis that a product sums over.  Its scales, at the edges of smaller blocks:
  *   TENSOR   (1): one for the matrix
  *   ROWS     (ceil(C / 128), R): one for each block of 128 adjacent elements of a row
  *   SQUARES  (ceil(C / 128), ceil(R / 128)): one for each block of 128 rows by 128 columns
@@ -1153,6 +1159,29 @@ PYOPS_API pyops_status pyops_error_sums(
     double *sums, int64_t *counts, double *relative, const float *x, const float *q, const double *scales, const float *each,
     const uint8_t *valid, int64_t outer, int64_t n, int64_t inner, int64_t block, double smallest, double largest, void *stream);
 
+/* ---- counts and maps of a tensor's numbers.  CPU library only ----
+ * bin_counts      counts (bins) of the finite x (n) in equal bins from low to high; outside, in the outermost bin.   Bin of x:
+ *                 (x - low) * (bins / (high - low)) in double, without its fraction.   q (n) or NULL: only where q is finite, too
+ * octave_counts   counts (PYOPS_HALF_OCTAVES) of the finite x (outer,n,inner) other than 0, at floor(2 log2 |x|) - 2 scale -
+ *                 PYOPS_LEAST_OCTAVE.   scales (outer,blocks,inner), from -127 to 127, of blocks of `block` neighbours along n, or
+ *                 NULL: 0.   each (outer,n,inner) or NULL: the octave of x / each, unless it is 0 or NaN; that of the largest
+ *                 number if it is infinite
+ * patch_extremes  cells (rows / patch_rows, columns / patch_columns; rounded up): the number of largest magnitude of each patch of
+ *                 x (rows,columns), the positive one of two; infinity if any is not finite, NaN if all are left out.
+ *                 minus (rows,columns) or NULL: of x - minus
+ * valid, in the shape of x, or NULL: where it is 0, a number is left out.
+ */
+enum { PYOPS_MOST_BINS = 256, PYOPS_LEAST_OCTAVE = -552, PYOPS_HALF_OCTAVES = 1062 };
+PYOPS_API pyops_status pyops_bin_counts(
+    int64_t *counts, const float *x, const float *q, const uint8_t *valid, int64_t n, int64_t bins, double low, double high,
+    void *stream);
+PYOPS_API pyops_status pyops_octave_counts(
+    int64_t *counts, const float *x, const int32_t *scales, const float *each, const uint8_t *valid,
+    int64_t outer, int64_t n, int64_t inner, int64_t block, void *stream);
+PYOPS_API pyops_status pyops_patch_extremes(
+    float *cells, const float *x, const float *minus, const uint8_t *valid, int64_t rows, int64_t columns,
+    int64_t patch_rows, int64_t patch_columns, void *stream);
+
 /* ---- Hadamard transform in blocks, with random signs ----
  * x and y are (outer,n,inner) in blocks of `block` neighbours along n, a power of two up to PYOPS_LONGEST_HADAMARD.  The rest of
  * n after the last whole block is cut into powers of two, the largest first.  A block or a piece v of L numbers becomes
@@ -1195,6 +1224,7 @@ PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t
  *            d = 1 - dampening, in the first step 1;   param -= lr[0] * (nesterov ? g + momentum velocity : velocity)
  * ema        average += (1 - d) (param - average),   d = min(decay, (1 + t) / (10 + t)),  t = step[0]: an exponential moving
  *            average of the parameters, over fewer steps at first, when they change fast
+ * m, v and velocity are 0 in place of denormal numbers, to which they decay without gradients, and which slow down many CPUs.
  * touched: NULL, or marks the blocks of grad that must be read; the others are 0.  The results have the same bits.
  * norm (1)   lr (1)   step (1) int64.   Kingma and Ba 2014, arXiv:1412.6980, algorithm 1.
  */

@@ -386,10 +386,13 @@ class Optimizer:
             return None
         key: list[Any] = [self.max_norm, self.decay, id(self.average), id(self.count), id(self.norm)]
         for (unit, moments), group in zip(self._units, self._groups, strict=True):
-            if type(unit) is not Parameters or type(unit.values) is not np.ndarray or _is_double(unit):
+            values = unit.values
+            if type(unit) is not Parameters or type(values) is not np.ndarray or values.dtype is not ndarray.FLOAT:
                 return None
-            key += [id(unit.values), id(unit.grads), id(unit.touched), id(group.rate), *map(id, moments)]
-            key += [group[name] for name in self.settings]
+            key += id(values), id(unit.grads), id(unit.touched), id(group.rate), *map(id, moments)
+            own = group._own
+            for name in self.settings:
+                key.append(own[name] if name in own else getattr(self, name))
         return key
 
     def _record(self, key: Any) -> None:

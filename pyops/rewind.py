@@ -228,7 +228,8 @@ def branch(options: Namespace) -> int:
     """Restore the state after N steps in another folder, and train on from there with other flags."""
     timeline = Timeline(options.folder)
     if not 0 < options.step <= len(timeline):
-        raise UserError(f'--step {options.step}: {timeline.folder} has {len(timeline)} steps; give a number from 1 to them')
+        raise UserError(f'--step {options.step}: {timeline.folder} has {len(timeline)} steps; give a number from 1 to '
+                        f'{len(timeline)}')
     to = Path(options.to or f'{str(options.folder).rstrip("/")}_step_{options.step}')
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f'{to}: already exists; give a new folder with --to')

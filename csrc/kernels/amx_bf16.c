@@ -1,44 +1,19 @@
-/* The bfloat16 micro-kernel of AMX, compiled with -mamx-tile -mamx-bf16 (see Makefile).  Tests run it on an emulation of its
- * instructions in C, in the library whose AVX-512 code is lowered to AVX2; it has not run on a CPU with AMX yet.  All other
- * kernels are the AVX-512 ones.
+/* The bfloat16 micro-kernel of AMX, compiled with -mamx-tile -mamx-bf16 (see Makefile).  All other kernels are the AVX-512 ones.
  *
- * A tile register has 16 rows of 64 bytes: 16 x 16 sums, or 16 pairs of bfloat16 of 16 rows of a, or 16 rows of pairs of 16
- * columns of b.  One instruction adds the product of two such tiles to sums.  The result is 32 x 32: 4 registers of sums, 2
- * of a and 2 of b.  b is in panels as for AVX512_BF16, a always in rows.
+ * A tile register has 16 x 16 sums, or 16 pairs of bfloat16 of 16 rows of a, or 16 rows of pairs of 16 columns of b.  One
+ * instruction adds the product of two such tiles to sums.  It multiplies 32 x 32 sums: 4 registers of sums, 2 of a and 2 of b.
+ * b is in panels as for AVX512_BF16; a is in tiles of 16 rows and 16 pairs, which are contiguous.
  */
 #include "../internal.h"
-#if (defined __x86_64__ || defined __i386__) && (defined __AMX_BF16__ || defined __AMXBF16__ || PYOPS_LOWERED)
+#if defined __x86_64__ && (defined __AMX_BF16__ || defined __AMXBF16__ || PYOPS_LOWERED)
 #define ISA amx_bf16
 #define VL 16
 #define TILE_M 32
 #define TILE_N 32
+#include "amx.inc"
 #include "bf16_pack.inc"
 
-enum { SIDE = 16 };         /* rows of a tile register, and its 32-bit columns */
-
 #if PYOPS_LOWERED
-/* The instructions, as Intel's manual defines them, for tiles of 16 rows of 64 bytes. */
-static _Thread_local union {
-    float sums[SIDE][SIDE];
-    uint32_t pairs[SIDE][SIDE];
-} registers[8];
-static _Thread_local int is_configured;
-
-#define TILE(name, ...) emulated_##name(__VA_ARGS__)
-static void emulated_loadconfig(const void *config) {
-    const uint8_t *const bytes = config;
-    is_configured = bytes[0] == 1;
-    for (int i = 0; i < 8; i++) is_configured &= bytes[16 + 2 * i] == 64 && bytes[17 + 2 * i] == 0 && bytes[48 + i] == SIDE;
-    memset(registers, 0, sizeof registers);
-}
-static void emulated_release(void) { is_configured = 0; }
-static void emulated_zero(int i) { memset(registers + i, is_configured ? 0 : 0xFF, sizeof *registers); }
-static void emulated_loadd(int i, const void *from, int64_t stride) {
-    for (int r = 0; r < SIDE; r++) memcpy(registers[i].pairs[r], (const char *)from + r * stride, 64);
-}
-static void emulated_stored(int i, void *to, int64_t stride) {
-    for (int r = 0; r < SIDE; r++) memcpy((char *)to + r * stride, registers[i].pairs[r], 64);
-}
 static float half_of(uint32_t pair, int odd) {
     const uint32_t bits = odd ? pair & 0xFFFF0000u : pair << 16;
     float x;
@@ -46,100 +21,162 @@ static float half_of(uint32_t pair, int odd) {
     return x;
 }
 static void emulated_dpbf16ps(int c, int a, int b) {
-    for (int m = 0; m < SIDE; m++)
+    for (int m = 0; m < rows_of[c]; m++)
         for (int n = 0; n < SIDE; n++) {
             float even = 0.0f, odd = 0.0f;
             for (int k = 0; k < SIDE; k++) {
-                even += half_of(registers[a].pairs[m][k], 0) * half_of(registers[b].pairs[k][n], 0);
-                odd += half_of(registers[a].pairs[m][k], 1) * half_of(registers[b].pairs[k][n], 1);
+                even += half_of(registers[a].words[m][k], 0) * half_of(registers[b].words[k][n], 0);
+                odd += half_of(registers[a].words[m][k], 1) * half_of(registers[b].words[k][n], 1);
             }
             registers[c].sums[m][n] += even + odd;
         }
 }
-#else
-#define TILE(name, ...) _tile_##name(__VA_ARGS__)
 #endif
 
 /* Sums: registers 0 to 3; a: 4, 5; b: 6, 7. */
-#define MULTIPLY(a, a_stride, b) \
+#define EACH_SUM(action, p, ld) \
     do { \
-        TILE(loadd, 6, b, 4 * TILE_N); \
-        TILE(loadd, 7, (b) + SIDE, 4 * TILE_N); \
-        TILE(loadd, 4, a, a_stride); \
-        TILE(dpbf16ps, 0, 4, 6); \
-        TILE(dpbf16ps, 1, 4, 7); \
-        if (is_tall) { \
-            TILE(loadd, 5, (const char *)(a) + SIDE * (a_stride), a_stride); \
-            TILE(dpbf16ps, 2, 5, 6); \
-            TILE(dpbf16ps, 3, 5, 7); \
-        } \
+        TILE(action, 0, p, 4 * (ld)); \
+        TILE(action, 1, (p) + SIDE, 4 * (ld)); \
+        TILE(action, 2, (p) + SIDE * (ld), 4 * (ld)); \
+        TILE(action, 3, (p) + SIDE * (ld) + SIDE, 4 * (ld)); \
     } while (0)
 
-static void gemm_amx(const pyops_tile *t) {
-    static const struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
-    float sums[TILE_M * TILE_N] __attribute__((aligned(64)));
-    const int64_t stride = 4 * t->a_row, whole = t->K / SIDE * SIDE, rest = t->K - whole;
-    const int is_tall = t->rows > SIDE;
-    TILE(loadconfig, &config);
-    TILE(zero, 0);
-    TILE(zero, 1);
-    TILE(zero, 2);
-    TILE(zero, 3);
-    for (int64_t k = 0; k < whole; k += SIDE) MULTIPLY(t->a + k, stride, t->b + k * TILE_N);
-    if (rest) {             /* what follows in memory may be a NaN, so its product with 0 is not 0 */
-        float a[TILE_M * SIDE] = {0}, b[SIDE * TILE_N] = {0};
-        for (int64_t i = 0; i < t->rows; i++) pyops_copy(a + i * SIDE, t->a + i * t->a_row + whole, rest);
-        pyops_copy(b, t->b + whole * TILE_N, rest * TILE_N);
-        MULTIPLY(a, 4 * SIDE, b);
+/* c (32,32) = start + the product of `steps` steps.   start: sums, ld_start apart: 0 for one row that all begin with; or NULL.
+ * a: tiles of 16 rows, `below` apart */
+static inline void tile_product(float *c, int64_t ldc, const float *start, int64_t ld_start, const float *a, int64_t below,
+                                const float *b, int64_t steps) {
+    before_tiles_read(a), before_tiles_read(b), before_tiles_read(start);
+    if (start) {
+        EACH_SUM(loadd, start, ld_start);
+    } else {
+        TILE(zero, 0);
+        TILE(zero, 1);
+        TILE(zero, 2);
+        TILE(zero, 3);
     }
-    TILE(stored, 0, sums, 4 * TILE_N);
-    TILE(stored, 1, sums + SIDE, 4 * TILE_N);
-    TILE(stored, 2, sums + SIDE * TILE_N, 4 * TILE_N);
-    TILE(stored, 3, sums + SIDE * TILE_N + SIDE, 4 * TILE_N);
-    TILE(release);
-    for (int64_t i = 0; i < t->rows; i++)
-        for (int64_t j = 0; j < TILE_N; j += VL) {
-            vec sum = load(sums + i * TILE_N + j);
-            if (t->bias) sum += load(t->bias + j);
-            if (t->before) sum += load(t->before + i * t->ld_before + j);
-            store(t->c + i * t->ldc + j, t->relu ? relu(sum) : sum);
-        }
+    for (int64_t k = 0; k < steps; k += SIDE) {
+        TILE(loadd, 6, b + k * TILE_N, 4 * TILE_N);
+        TILE(loadd, 4, a + k * SIDE, 4 * SIDE);
+        TILE(loadd, 7, b + k * TILE_N + SIDE, 4 * TILE_N);
+        TILE(loadd, 5, a + below + k * SIDE, 4 * SIDE);
+        TILE(dpbf16ps, 0, 4, 6);
+        TILE(dpbf16ps, 1, 4, 7);
+        TILE(dpbf16ps, 2, 5, 6);
+        TILE(dpbf16ps, 3, 5, 7);
+    }
+    EACH_SUM(stored, c, ldc);
 }
 
-/* Rows of A whose columns are contiguous: 16 pairs of 16 rows at a time are transposed.  Writes whole tiles of rows. */
-static void transposed_rows(float *dst, const float *src, int64_t along, int64_t n, int64_t kc) {
-    const int64_t steps = (kc + 1) / 2;
-    float pairs[SIDE * SIDE];
-    for (int64_t i = 0; i < n; i += SIDE)
-        for (int64_t k = 0; k < steps; k += SIDE) {
-            const int64_t some = pyops_min(SIDE, steps - k), rows = pyops_min(SIDE, n - i);
+static void copy_rows(float *to, int64_t ld_to, const float *from, int64_t ld_from, int64_t rows) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < TILE_N; j += VL) store(to + i * ld_to + j, load(from + i * ld_from + j));
+}
+
+static void begin_whole_tiles(void) { begin_tiles(SIDE); }
+
+static void gemm_amx(const pyops_tile *t) {
+    const int64_t whole = t->K / SIDE * SIDE, rest = t->K - whole, below = pyops_round_up(t->K, SIDE) * SIDE;
+    float sums[TILE_M * TILE_N] __attribute__((aligned(64)));
+    for (int64_t i = 0; i < t->rows; i += TILE_M) {
+        const int64_t rows = pyops_min(TILE_M, t->rows - i);
+        const float *const a = t->a + i / SIDE * below, *start = t->bias;
+        float *const c = t->c + i * t->ldc, *to = c;
+        int64_t ld_start = 0, ld = t->ldc;
+        if (t->before) start = t->before + i * t->ld_before, ld_start = t->ld_before;
+        if (rows < TILE_M) { /* not all rows may be read or written */
+            if (t->before) copy_rows(sums, TILE_N, start, ld_start, rows), start = sums, ld_start = TILE_N;
+            to = sums, ld = TILE_N;
+        } else {
+            for (int64_t r = 0; r < TILE_M; r++)
+                for (int64_t j = 0; j < TILE_N; j += SIDE) __builtin_prefetch(c + r * ld + j, 1);
+        }
+        tile_product(to, ld, start, ld_start, a, below, t->b, whole);
+        if (rest) { /* what follows b in memory may be a NaN, so its product with 0 is not 0 */
+            float b[SIDE * TILE_N] __attribute__((aligned(64))) = {0};
+            pyops_copy(b, t->b + whole * TILE_N, rest * TILE_N);
+            tile_product(to, ld, to, ld, a + whole * SIDE, below, b, SIDE);
+        }
+        const int adds_bias = t->bias && t->before;
+        if (to == c && !adds_bias && !t->relu) continue;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < TILE_N; j += VL) {
+                vec sum = load(to + r * ld + j);
+                if (adds_bias) sum += load(t->bias + j);
+                store(c + r * t->ldc + j, t->relu ? relu(sum) : sum);
+            }
+    }
+}
+
+/* A packed a: for each 16 rows the tiles of 16 pairs along K, the last one filled with zeros. */
+static void rows_of_tiles(float *dst, const float *src, int64_t step, int64_t n, int64_t kc) {
+    const int64_t below = pyops_round_up((kc + 1) / 2, SIDE) * SIDE, whole = kc / (2 * SIDE) * 2 * SIDE;
+    for (int64_t i = 0; i < n; i++) {
+        const float *const from = src + i * step;
+        float *const to = dst + i / SIDE * below + i % SIDE * SIDE;
+        for (int64_t k = 0; k < whole; k += 2 * SIDE) {
+            __builtin_prefetch(from + step + k);
+            __builtin_prefetch(from + step + k + SIDE);
+            store_pairs(to + k / 2 * SIDE, pairs_along(from + k));
+        }
+        if (whole < kc) {
+            float last[2 * SIDE] = {0};
+            pyops_copy(last, from + whole, kc - whole);
+            store_pairs(to + whole / 2 * SIDE, pairs_along(last));
+        }
+    }
+}
+
+/* Rows whose columns are contiguous: 16 pairs of 16 rows at a time are transposed. */
+static void columns_of_tiles(float *dst, const float *src, int64_t along, int64_t n, int64_t kc) {
+    const int64_t steps = (kc + 1) / 2, below = pyops_round_up(steps, SIDE) * SIDE;
+    for (int64_t k = 0; k < steps; k += SIDE)
+        for (int64_t i = 0; i < n; i += SIDE) {
+            const int64_t some = pyops_min(SIDE, steps - k);
+            float pairs[SIDE * SIDE] __attribute__((aligned(64)));
             for (int64_t s = 0; s < some; s++) {
                 const float *const even = src + 2 * (k + s) * along + i;
                 const vec zeros = {0}, odd = 2 * (k + s) + 1 < kc ? load_some(even + along, n - i) : zeros;
+                __builtin_prefetch(even + 2 * SIDE);
+                __builtin_prefetch(even + along + 2 * SIDE);
                 store_pairs(pairs + s * SIDE, pairs_of(load_some(even, n - i), odd));
             }
-            float turned[SIDE * SIDE];
-            transpose_tile(turned, pairs, some, SIDE, SIDE, SIDE);
-            for (int64_t r = 0; r < rows; r++) pyops_copy(dst + (i + r) * steps + k, turned + r * SIDE, some);
+            float *const to = dst + i / SIDE * below + k * SIDE;
+            if (some == SIDE) transpose_tile(to, pairs, SIDE, SIDE, SIDE, SIDE);
+            else transpose_tile(to, pairs, some, SIDE, SIDE, SIDE);
+        }
+}
+
+/* Rows with any strides. */
+static void any_tiles(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc) {
+    const int64_t steps = (kc + 1) / 2, below = pyops_round_up(steps, SIDE) * SIDE;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t k = 0; k < below / SIDE; k++) {
+            const float *const even = src + i * step + 2 * k * along;
+            ((pair *)dst)[i / SIDE * below + k / SIDE * SIDE * SIDE + i % SIDE * SIDE + k % SIDE] = k < steps
+                ? one_pair(even[0], 2 * k + 1 < kc ? even[along] : 0.0f)
+                : 0;
         }
 }
 
 static void pack_a_amx(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc) {
-    const int64_t steps = (kc + 1) / 2;
-    if (along != 1 && step == 1) transposed_rows(dst, src, along, n, kc);
-    else if (along == 1)
-        for (int64_t i = 0; i < n; i++) pair_row(dst + i * steps, src + i * step, kc);
-    else
-        for (int64_t i = 0; i < n; i++) pair_any(dst + i * steps, src + i * step, step, along, 1, kc, 1);
+    if (along == 1) rows_of_tiles(dst, src, step, n, kc);
+    else if (step == 1) columns_of_tiles(dst, src, along, n, kc);
+    else any_tiles(dst, src, step, along, n, kc);
 }
 
 const pyops_micro_kernel CAT(pyops_bf16, ISA) = {
-    STR(ISA),         .is_bf16 = 1,     .a_step = 1,          .a_in_rows = 1,        .MR = TILE_M,
-    .MC = 4 * TILE_M, .gemm = gemm_amx, .pack_a = pack_a_amx, .pack_b = pack_b_bf16,
+    STR(ISA),
+    .is_bf16 = 1,
+    .a_step = 1,
+    .a_in_rows = 1,
+    .MR = 4 * TILE_M,
+    .MC = 4 * TILE_M,
+    .begin = begin_whole_tiles,
+    .end = end_tiles,
+    .gemm = gemm_amx,
+    .pack_a = pack_a_amx,
+    .pack_b = pack_b_bf16,
 };
 #else
 const pyops_micro_kernel pyops_bf16_amx_bf16 = {0};         /* this compiler has no AMX: never used */

@@ -347,7 +347,7 @@ def bf16_isa():
 
 
 def int8_isa():
-    """Return the instruction set of products in int8: the same as `isa`, 'avx2_vnni' or 'avx512_vnni'."""
+    """Return the instruction set of products in int8: the same as `isa`, 'avx2_vnni', 'avx512_vnni' or 'amx_int8'."""
     ffi, lib, _ = library.cpu()
     return ffi.string(lib.pyops_int8_isa()).decode()
 

@@ -19,7 +19,7 @@ ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 # pointer arguments that are in host memory on every device
 HOST_ARGUMENTS = 'shape', 'strides', 'flops'
 # kernels with a stride argument for each array that may be strided; their callers check the other arrays
-_ROW_STRIDES = 'gemm', 'convert', 'attention_forward', 'attention_backward', 'attention_step', 'pad_rows'
+_ROW_STRIDES = ('gemm', 'convert', 'attention_forward', 'attention_backward', 'attention_step', 'append_rows', 'pad_rows')
 _CData = _cffi_backend.FFI.CData
 
 
@@ -76,6 +76,7 @@ class Device:
     """
     name = '?'
     activations = np.dtype(np.float32)      # dtype of the activations that ops compute from token ids
+    fp8 = False             # whether linear layers of models made from now on multiply in FP8 (pyops.quantization)
     is_host = False         # whether arrays are in host memory; then ops take numpy arrays, and a launch waits for its kernel
     stream = None           # the last argument of every kernel
     dlpack_device = DLPACK_CPU, 0       # type and number of the device in DLPack

@@ -158,6 +158,7 @@ class GPU(KernelOperations):
         self.dlpack_device = DLPACK_CUDA, number
         self._array_type, self._pool = array_type, Pool()
         self.stream = _new_stream()
+        self._fp8 = False
         self.choices = {}                       # names by attribute, of each Choice that was set
         state.gpu = self
 
@@ -180,6 +181,26 @@ class GPU(KernelOperations):
         if name not in ('fp32', 'bf16'):
             raise ValueError(f'storage: {name!r}, expected fp32 or bf16')
         self.activations = BF16 if name == 'bf16' else FLOAT
+
+    @property
+    def fp8(self):
+        """Whether the linear layers of models made from now on multiply by tensor cores in FP8 (pyops.quantization).
+        UserError if it is set to True and the device has no such tensor cores"""
+        return self._fp8
+
+    @fp8.setter
+    def fp8(self, wanted):
+        if wanted and (capability := self.capability()) != (9, 0):
+            raise UserError(f'--precision fp8: {self.model} has compute capability {capability[0]}.{capability[1]}, and '
+                            'products in FP8 need 9.0, as of an H100; give --precision bf16, with --quant to emulate them')
+        self._fp8 = bool(wanted)
+
+    @staticmethod
+    def capability():
+        """Return the compute capability of the device, such as (9, 0)."""
+        major, minor, multiprocessors = (ctypes.c_int32() for _ in range(3))
+        _call('pyops_device_properties', *map(ctypes.byref, (major, minor, multiprocessors)))
+        return major.value, minor.value
 
     # ---- allocate
 

@@ -16,9 +16,10 @@ from pyops.files import BLOCK
 
 _ffi = _cffi_backend.FFI()
 ADDRESS, _FLOATS, _CData, _BYTE = _ffi.typeof('intptr_t'), _ffi.typeof('float *'), _ffi.CData, np.dtype(np.uint8)
+_CHARS = _ffi.typeof('char[]')
 cast, _from_buffer = _ffi.cast, _ffi.from_buffer
 NULL, SMALL = _ffi.NULL, 8192       # SMALL: the most bytes of a SmallBuffer
-FEW = 1024          # elements of an array of ops for which alignment gains less time than it takes
+FEW = 4096          # elements of an array of ops for which alignment gains less time than it takes
 # dtypes of NDArrays -> the C types of pointers to them
 KINDS = {FLOAT: _ffi.typeof('float[]'), INT: _ffi.typeof('int32_t[]'), DOUBLE: _ffi.typeof('double[]')}
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
@@ -46,6 +47,18 @@ def _aligned(make, nbytes, shape, dtype, to=ALIGN):
 
 
 LARGE = Pool(lambda nbytes: aligned(np.empty, (nbytes,), _BYTE, BLOCK))      # may be saved: see files.write_past_cache
+_in_use = {}            # pointer of pooled_memory -> its block of LARGE
+
+
+def _take(nbytes):
+    block = LARGE.take(nbytes)
+    pointer = _from_buffer(_CHARS, block)
+    _in_use[pointer] = block
+    return pointer
+
+
+# as small_memory, but in aligned memory of the pool; at least 8 bytes
+pooled_memory = _ffi.new_allocator(_take, lambda pointer: LARGE.give_back(_in_use.pop(pointer)), False)
 
 
 class Host(Device):
@@ -226,6 +239,22 @@ class SmallBuffer(Buffer):
         self._owner = self.pointer = None
 
 
+class ResultBuffer(Buffer):
+    """A Buffer over a numpy array that an op computed.  Its pointer is created when it is first asked for: kernel ops take the
+    numpy array.  `device` (HOST) and `foreign` belong to the class, as in SmallBuffer."""
+    __slots__ = ()
+    foreign = True
+
+    def __init__(self, owner):
+        self.owner, self.nbytes, self.version, self.mask = owner, owner.nbytes, 0, None
+
+    def __getattr__(self, name):
+        if name != 'pointer':           # that is not set yet
+            raise AttributeError(f'{type(self).__name__} has no attribute {name!r}')
+        self.pointer = _from_buffer(KINDS[self.owner.dtype], self.owner)
+        return self.pointer
+
+
 class CPU(KernelOperations, Host):
     """The CPU, with the kernels of csrc/ for all operations.  Those on NDArrays are called without `launch` unless a plan
     records: its checks of the arguments take as long as a small operation."""
@@ -321,4 +350,4 @@ class CPU(KernelOperations, Host):
             super().reduce(op, y, x)
 
 
-HOST = SmallBuffer.device = CPU()
+HOST = SmallBuffer.device = ResultBuffer.device = CPU()

@@ -142,8 +142,7 @@ def cpu():
     runs, want = [ffi.string(name).decode() for name in names], os.environ.get('PYOPS_ISA')
     if want and want not in runs:
         raise UserError(f'PYOPS_ISA={want}: this CPU cannot run it or it is unknown (generic, avx2, avx2_vnni, avx512, '
-                        f'avx512_vnni, avx512_bf16, amx_bf16); '
-                        f'unset it to let the library choose')
+                        f'avx512_vnni, avx512_bf16, amx_bf16, amx_int8); unset it to let the library choose')
     if exact_by_default() and lib.pyops_set_exact(1):
         raise UserError(f'PYOPS_EXACT=1: {ffi.string(lib.pyops_last_error()).decode()}; unset it')
     return Library(ffi, lib, known)

@@ -44,16 +44,20 @@ class Pool:
 
     def empty(self, shape, dtype):
         """Return an uninitialized C-contiguous array of at least LEAST bytes.  dtype: numbers or bytes."""
-        size, count = dtype.itemsize, 1
+        count = 1
         for n in shape:
             count *= int(n)                     # n may be a number of numpy
-        size = self._rounded(size * count)
+        return np.asarray(_Lease(self, self.take(dtype.itemsize * count), shape, dtype))
+
+    def take(self, nbytes):
+        """Return a block of at least nbytes, which are at least 8; its user calls give_back."""
+        size = self._rounded(nbytes)
         with self._lock:
             blocks = self._blocks.get(size)
             block = blocks.pop() if blocks else None
             if block is not None:
                 self.unused -= size
-        return np.asarray(_Lease(self, self._made(size) if block is None else block, shape, dtype))
+        return self._made(size) if block is None else block
 
     def _made(self, size):
         try:

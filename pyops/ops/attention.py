@@ -1,6 +1,7 @@
 """Attention: multi-head scaled dot-product attention, and the lengths of padded sequences."""
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,13 +89,15 @@ class Attention:
         return dq, dk, dv
 
     def step(self, q: Array, k: Array, v: Array, tokens: int = 0, index: Array | None = None,
-             rows: Packed | None = None, causal: bool = False) -> Array:
+             rows: Packed | None = None, causal: bool = False, positions: Array | None = None) -> Array:
         """Return y (R, D) for a query of each hypothesis, q (R, D), without dropout; for inference on the CPU.
 
         rows: the keys and values k, v (N, D) are packed, and hypothesis r attends to sequence b = r % sentences, or with
         index (B,) int32 to sequence index[r % B]
         None: k, v are (T, W, D), W >= R, and hypothesis r attends to the first `tokens` tokens: row index[s, r] of token s if
         index (M, R) int32 has one, else row r.   follow_parents() returns an index
+        positions (R,) int32: the numbers of tokens differ: hypothesis r attends to the tokens s up to positions[r] < tokens,
+        each row index[s, r] of k and v as (T * W, D);  index (T, W) int32
         causal: W is 1, and the queries are the last R of `tokens` tokens of one hypothesis: each attends to the tokens up to
         its own, with the same bits as a step for it
         q, k and v may be columns of larger arrays, k and v of arrays with equally many columns.
@@ -110,13 +113,15 @@ class Attention:
             sizes, shape = (rows.longest, 0, rows.sentences, B), (B,)
         elif 1 <= tokens <= len(k):
             M, offsets = 0 if index is None else len(index), None
-            sizes, shape = (tokens, M, k.shape[1], 0), (M, R)
+            sizes, shape = (tokens, M, k.shape[1], 0), (M, R if positions is None else k.shape[1])
         else:
             raise ValueError(f'tokens: expected 1 to {len(k)}, got {tokens}')
         if index is not None:
             check('index', index, shape, np.int32)
+        if positions is not None:
+            check('positions', positions, (R,), np.int32)
         y = empty((R, D), name=f'{self.name}.y')
-        launch('attention_step', y, q, k, v, index, offsets, R, *sizes, self.heads, C, *between, causal)
+        launch('attention_step', y, q, k, v, index, offsets, positions, R, *sizes, self.heads, C, *between, causal)
         return y
 
     def weights(self, ctx: Ctx) -> Array:
@@ -221,6 +226,17 @@ def follow_parents(before: Array | None, parents: Array, tokens: int, N: int, na
     return index
 
 
+def append_rows(y: Array, x: Array, places: Array) -> None:
+    """y[places[r]] = x[r]: the keys or values x (R, C) of the newest token of each hypothesis, in y (..., C).
+
+    y and x may be columns of larger arrays.   places (R,) int32: rows of y
+    """
+    R, C = x.shape
+    check('places', places, (R,), np.int32)
+    launch('append_rows', y, x, places, math.prod(y.shape[:-1]), R, C, check_rows('y', y, (*y.shape[:-1], C)),
+           check_rows('x', x, (R, C)))
+
+
 def sequence_lengths(ids: Array, pad: int, name: str = 'lengths') -> Array:
     """Return the lengths (B,) int32 of the sequences in ids (T, B) int32 without trailing padding; 0 if all is padding."""
     T, B = axes('ids', ids, 'T B')
@@ -286,4 +302,4 @@ def _scores(s: Sizes, array: Argument) -> int:
 declare(attention_forward=Kernel(flops=lambda s, array: 4 * _scores(s, array) * s['C']),
         attention_backward=Kernel(flops=lambda s, array: 10 * _scores(s, array) * s['C']),
         attention_softmax_forward=Kernel(), attention_softmax_backward=Kernel(), sequence_lengths=Kernel(),
-        attention_step=Kernel(), follow_parents=Kernel())
+        attention_step=Kernel(), follow_parents=Kernel(), append_rows=Kernel())

@@ -180,6 +180,7 @@ class Conv2d(_Convolution):
     Source   the chain rule; docs/convolution.md derives it
     Notes    padding='same': Ho, Wo = H, W, with the additional zero of an even window below and at the right
     """
+    same_launches = True            # see pyops/backend/recorded_ops.py
 
     class Ctx(NamedTuple):
         x: Array

@@ -1,4 +1,6 @@
 """The matrix product as an array op."""
+import math
+
 import numpy as np
 
 from pyops.backend import is_recorded, note_product
@@ -13,7 +15,7 @@ def swapped(x):
 
 def rows(x):
     """Reshape x (..., C) to the matrix (R, C) of its rows."""
-    return x.reshape((-1, x.shape[-1])) if x.size else x.reshape((x.size // max(x.shape[-1], 1), x.shape[-1]))
+    return x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 class MatMul(ArrayOp):

@@ -317,6 +317,82 @@ def test_error_sums_are_those_of_the_numbers_of_each_block(outer, n, inner, bloc
     assert relative[0] == np.divide(error, size, out=np.zeros_like(error), where=size > 0).sum()
 
 
+def numbers_of_all_kinds(rng, shape):
+    x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-140, 100, shape)).astype('f')
+    for special in (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45):
+        x[rng.random(x.shape) < 0.03] = special
+    return x
+
+
+@on_the_cpu
+@pytest.mark.parametrize('n,bins', [(0, 7), (1, 1), (2500, 96), (300_000, 256)])
+@pytest.mark.parametrize('with_q', (False, True))
+@pytest.mark.parametrize('with_valid', (False, True))
+def test_bin_counts_are_those_of_finite_numbers_in_equal_bins(n, bins, with_q, with_valid):
+    rng = np.random.default_rng(38)
+    x, q = rng.standard_normal(n).astype('f'), numbers_of_all_kinds(rng, n)
+    x[rng.random(n) < 0.1], x[rng.random(n) < 0.1] = np.nan, np.inf
+    q, valid = q if with_q else None, (rng.random(n) < 0.7).astype('u1') if with_valid else None
+    counts = np.full(bins, -1)
+    launch('bin_counts', counts, x, q, valid, n, bins, -1.5, 2.0)
+    used = np.isfinite(x) & (np.isfinite(q) if with_q else True) & (valid > 0 if with_valid else True)
+    places = np.clip((x[used].astype('d') + 1.5) * (bins / 3.5), 0, bins - 1).astype(int)
+    assert counts.tolist() == np.bincount(places, minlength=bins).tolist()
+
+
+@on_the_cpu
+@pytest.mark.parametrize('outer,n,inner,block', [(1, 0, 1, 4), (2, 7, 1, 4), (300, 64, 1, 32), (3, 40, 1, 5), (1, 9, 37, 4),
+                                                 (40, 33, 200, 8), (2, 3, 2100, 2)])
+@pytest.mark.parametrize('scaled', ('', 'blocks', 'each'))
+@pytest.mark.parametrize('with_valid', (False, True))
+def test_octave_counts_are_those_of_numbers_divided_by_their_scale(outer, n, inner, block, scaled, with_valid):
+    rng, blocks = np.random.default_rng(39), -(-n // block)
+    x = numbers_of_all_kinds(rng, (outer, n, inner))
+    scales, each, number = None, None, x.astype('d')
+    if scaled == 'blocks':
+        scales = rng.integers(-127, 128, (outer, blocks, inner)).astype('i4')
+        number = np.ldexp(number, -scales.repeat(block, 1)[:, :n])
+    elif scaled:
+        each = rng.choice(np.array([1e-30, 0.7, 3, 1e30, np.nan, 0, np.inf], 'f'), x.shape)
+        with np.errstate(all='ignore'):
+            number = np.clip(x / each, -np.finfo('f').max, np.finfo('f').max).astype('d')
+    valid = (rng.random(x.shape) < 0.7).astype('u1') if with_valid else None
+    lib = library.cpu().lib
+    counts = np.full(lib.PYOPS_HALF_OCTAVES, -1)
+    launch('octave_counts', counts, x, scales, each, valid, outer, n, inner, block)
+    used = np.isfinite(x) & (x != 0) & (number != 0) & ~np.isnan(number) & (valid > 0 if with_valid else True)
+    octaves = np.floor(2 * np.log2(abs(number[used]))).astype(int)
+    assert counts.tolist() == np.bincount(octaves - lib.PYOPS_LEAST_OCTAVE, minlength=counts.size).tolist()
+
+
+@on_the_cpu
+@pytest.mark.parametrize('rows,columns,patch', [(0, 3, (1, 1)), (3, 0, (1, 1)), (5, 7, (1, 1)), (5, 7, (2, 3)), (4, 6, (2, 3)),
+                                                (9, 5000, (4, 3000)), (700, 400, (90, 80))])
+@pytest.mark.parametrize('with_minus', (False, True))
+@pytest.mark.parametrize('with_valid', (False, True))
+def test_patch_extremes_are_the_numbers_of_largest_magnitude(rows, columns, patch, with_minus, with_valid):
+    rng = np.random.default_rng(40)
+    x, minus = rng.integers(-9, 10, (2, rows, columns)).astype('f')
+    x[rng.random(x.shape) < 0.02] = np.nan
+    x[rng.random(x.shape) < 0.02] = -np.inf
+    minus, valid = minus if with_minus else None, (rng.random(x.shape) < 0.4).astype('u1') if with_valid else None
+    down, across = -(-rows // patch[0]), -(-columns // patch[1])
+    cells = np.full((down, across), -7, 'f')
+    launch('patch_extremes', cells, x, minus, valid, rows, columns, *patch)
+    with np.errstate(invalid='ignore'):
+        number = x if minus is None else x - minus
+    for r in range(down):
+        for c in range(across):
+            where = np.s_[r * patch[0]:(r + 1) * patch[0], c * patch[1]:(c + 1) * patch[1]]
+            own = number[where].reshape(-1) if valid is None else number[where][valid[where] > 0]
+            if not own.size:
+                assert np.isnan(cells[r, c])
+            elif not np.isfinite(own).all():
+                assert cells[r, c] == np.inf
+            else:
+                assert cells[r, c] == max(own, key=lambda v: (abs(v), v))
+
+
 def bf16_bits(x):
     """The upper half of the bits of float32, rounded to the nearest, ties to even."""
     bits = x.view(np.uint32).astype(np.uint64)
@@ -502,7 +578,7 @@ def linear_argmax(x, weight, bias, prepare=True):
 
 @pytest.mark.parametrize('R,D,V', [(0, 3, 5), (1, 1, 1), (3, 2, 17), (5, 7, 33), (70, 31, 300), (65, 300, 2000),
                                    (1, 256, 13387), (2, 5000, 40)])
-@pytest.mark.parametrize('kind', ['normal', 'ascending', 'whole', 'zeros', 'tiny', 'huge', 'wide'])
+@pytest.mark.parametrize('kind', ['normal', 'ascending', 'whole', 'zeros', 'tiny', 'huge', 'wide', 'ends'])
 def test_linear_argmax(R, D, V, kind):
     """The screened product says the same as all logits."""
     rng = np.random.default_rng(8)
@@ -520,10 +596,13 @@ def test_linear_argmax(R, D, V, kind):
         weight *= np.float32(1e25)
     if kind == 'wide':                                          # numbers of all sizes in a row
         x, weight = (a * np.exp(5 * rng.standard_normal(a.shape)).astype('f') for a in (x, weight))
+    if kind == 'ends':                                          # the largest products of rounded numbers
+        x, weight, bias = np.sign(x), np.sign(weight), np.zeros(V, 'f')
+        x[:R // 2], weight[V // 2] = 1, 1
     logits = x.astype('d') @ weight.T.astype('d') + bias
     index = linear_argmax(x, weight, bias)
     assert (index == linear_argmax(x, weight, bias, prepare=False)).all()
-    if kind in ('whole', 'zeros'):
+    if kind in ('whole', 'zeros', 'ends'):
         assert (index == logits.argmax(1)).all()
     slack = 1e-6 * (np.abs(x.astype('d')) @ np.abs(weight.T.astype('d')) + np.abs(bias))
     assert (logits.max(1) - logits[np.arange(R), index] <= slack.max(1)).all()
@@ -1070,6 +1149,21 @@ def test_sgd_with_momentum_is_its_formulas_in_float64(nesterov, dampening):
         ours.step()
     for name in shapes:
         assert np.abs(get(params[name].value) - want[name]).max() <= 2e-5, name
+
+
+@pytest.mark.parametrize('make,names', [(Adam, 'mv'), (functools.partial(SGD, lr=0.1, momentum=0.9), 'm')], ids=['adam', 'sgd'])
+def test_moments_without_gradients_become_0_and_no_denormal_number(make, names):
+    params, _ = make_params()
+    optimizer = make(params)
+    least = np.finfo('f').tiny
+    for name in names:
+        getattr(params, name)[...] = 1.0005 * least
+    optimizer.step()
+    for name in names:                              # 0.9 or 0.999 times the value would be denormal
+        assert not get(getattr(params, name)).any()
+    params.m[...] = 4 * least
+    optimizer.step()
+    assert (get(params.m) >= least).all()           # normal numbers are kept
 
 
 # ---- sparse gradients

@@ -5,7 +5,7 @@ from places import on_the_cpu
 
 from pyops import backend
 from pyops.ops import Attention
-from pyops.ops.attention import follow_parents
+from pyops.ops.attention import append_rows, follow_parents
 from pyops.ops.packed import Packed
 
 pytestmark = on_the_cpu
@@ -91,6 +91,22 @@ def test_a_nan_in_a_key_makes_only_its_own_hypothesis_nan():
     k[1, 0, 5] = np.nan
     y = Attention(1).step(normal(2, 8), k, normal(3, 2, 8), 3)
     assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
+
+
+def test_hypotheses_with_different_numbers_of_tokens_have_the_bits_of_a_step_for_each():
+    """Their keys and values are in any rows, which append_rows() fills."""
+    T, W, D, op, positions = 5, 4, 24, Attention(2), np.array([2, 0, 4], 'i')
+    q, k, v = normal(3, D), normal(T, 3, D, seed=1), normal(T, 3, D, seed=2)
+    index = np.random.default_rng(0).permutation(T * W).reshape(T, W).astype('i')
+    both = np.full((T, W, 2 * D), np.nan, 'f')
+    for s in range(T):
+        for columns, x in ((both[..., :D], k), (both[..., D:], v)):
+            append_rows(columns, x[s], index[s, :3].copy())
+    y = op.step(q, both[..., :D], both[..., D:], T, index, positions=positions)
+    for r, position in enumerate(positions):
+        own = (np.ascontiguousarray(x[:, r:r + 1]) for x in (k, v))
+        assert op.step(q[r:r + 1], *own, position + 1).tobytes() == y[r:r + 1].tobytes()
+    assert np.isnan(both).sum() == T * 2 * D
 
 
 def test_threads_change_no_bit():

@@ -977,6 +977,9 @@ def test_quantized_ops_keep_float32_activations(on_gpu):
     from pyops.flags import select_storage
     select_storage(Namespace(precision='bf16'), 'mxfp8e4m3')
     assert on_gpu.storage == 'fp32'
+    select_storage(Namespace(precision='fp8'), 'fp8')          # layers in FP8 take bfloat16
+    assert on_gpu.storage == 'bf16'
+    on_gpu.storage = 'fp32'
     select_storage(Namespace(precision='bf16'))
     assert on_gpu.storage == 'bf16'
     with backend.float32_activations():

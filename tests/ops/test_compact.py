@@ -23,10 +23,11 @@ from seq2seq.model import Seq2Seq
 from transformer.model import Config, Transformer
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason='compact weights are for the CPU: run it with --on cpu')
-# groups of 64 rows, chunks of 512, quads of 4 terms, blocks of 256; at most 6 rows of x in a tile
+# groups of 64 rows, chunks of 512, quads of 4 terms, blocks of 256; at most 6 rows of x in a tile, 32 and 16 with AMX
 SIZES = [(1, 1, 1), (2, 3, 4), (5, 64, 5), (6, 65, 256), (7, 130, 257), (13, 512, 63), (40, 600, 300), (0, 70, 8),
+         (33, 70, 128), (51, 128, 64),
          (1, 600, 1000)]            # shared by threads because the weight is large
-ISAS = 'generic', 'avx2', 'avx2_vnni', 'avx512', 'avx512_vnni'
+ISAS = 'generic', 'avx2', 'avx2_vnni', 'avx512', 'avx512_vnni', 'amx_int8'
 
 
 def normal(*shape, seed=0):
@@ -81,6 +82,21 @@ def test_sums_of_the_largest_integers_do_not_overflow(I):
     weight[1, I // 2:] *= -1
     assert packed(weight, None, 'int8').linear(x, 'y').tobytes() == expected(x, weight, None).tobytes()
     assert abs(expected(x, weight, None)[0, 0]) == pytest.approx(I)
+
+
+def test_sums_that_do_not_fit_in_16_bits_are_divided():
+    """AVX2 adds four products in 16 bits, but not if their four numbers of x add up to more than 128."""
+    sums = np.array([0, 127, 128, 129, 251, 252, 253, 254, 381, 508] * 8)
+    x = np.zeros((80, 264), np.float32)
+    x[:, 259] = 127                     # so the integers are the numbers
+    for i, row in enumerate(x):
+        for first in (0, 8, 248)[:1 + i % 3]:
+            row[first + 2 * (i // 10 % 2) + np.array([0, 1, 4, 5])] = (sums[i] + np.arange(4)) // 4
+    x[20:40] *= -1
+    x[40:, :8] *= np.random.default_rng(0).choice([-1, 1], (40, 8))
+    weight = np.random.default_rng(1).choice([-127, 127], (70, 264)).astype('f')
+    weight[:2] = [[127], [-127]]
+    assert packed(weight, None, 'int8').linear(x, 'y').tobytes() == expected(x, weight, None).tobytes()
 
 
 def test_rows_of_zeros_nan_and_infinity():
@@ -211,11 +227,11 @@ import numpy as np
 from pyops import backend
 from pyops.ops.compact import CompactWeight
 rng, parts = np.random.default_rng(5), []
-for R, O, I in (1, 64, 256), (5, 100, 37), (17, 700, 300):
+for R, O, I in (1, 64, 256), (5, 100, 37), (49, 700, 300):
     layer = CompactWeight(['weight'], (O, I), 'int8', ['bias'])
     layer.pack({'weight': rng.standard_normal((O, I), 'f'), 'bias': rng.standard_normal(O, 'f')})
     x = rng.standard_normal((R, I), 'f')
-    parts += [layer.values, layer.linear(x, 'y'), layer.linear(x, 'y', relu=True), layer.argmax(x, 'k'),
+    parts += [layer.linear(x, 'y'), layer.linear(x, 'y', relu=True), layer.argmax(x, 'k'),
               layer.rows(np.arange(O, dtype='i'), 'e')]
 print(backend.int8_isa(), __import__('hashlib').sha256(b''.join(part.tobytes() for part in parts)).hexdigest())
 '''
