@@ -20,7 +20,9 @@ RECOMPUTE = '-recompute'        # end of our kind if the backward pass computes 
 NAMES = {'ours': 'pyops', 'ours' + RECOMPUTE: 'pyops recompute', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile',
          'jax': 'JAX', 'jax-scan': 'JAX scan', 'jax-cache': 'JAX, cached', 'llmc': 'llm.c'}
 BF16 = '-bf16'          # end of the kind of a contestant whose products have bfloat16 factors: for PyTorch autocast
-NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()}
+FP8 = '-fp8'            # end of our kind if linear layers multiply in FP8, and other products as with BF16
+NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()} | {'ours' + FP8: 'pyops fp8'}
+FP8_KINDS = 'ours' + FP8, 'ours' + BF16, 'ours'         # the contestants of --precision fp8
 # in translation: a program and its compute type
 COMPUTE = {f'{kind}/{compute}': f'{name} {compute}' for compute in ('float32', 'bf16', 'int8')
            for kind, name in (('ours', 'pyops'), ('command', 'translate'), ('ct2', 'CTranslate2'))}

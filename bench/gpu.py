@@ -11,6 +11,7 @@ import itertools
 import math
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -47,9 +48,9 @@ TRIAL = SimpleNamespace(
 
 # Relative errors of a training step: of the first loss, of later ones, which Adam drives apart where rounding turns the sign of
 # a gradient, and of the gradient, relative to its norm.
-LOSS_TOLERANCE = {'fp32': 1e-5, 'tf32': 2**-8, 'bf16': 2**-6}
-LATER_TOLERANCE = {'fp32': 1e-3, 'tf32': 0.05, 'bf16': 0.05}
-GRADIENT_TOLERANCE = {'fp32': 1e-3, 'tf32': 0.05, 'bf16': 0.2}
+LOSS_TOLERANCE = {'fp32': 1e-5, 'tf32': 2**-8, 'bf16': 2**-6, 'fp8': 2**-6}
+LATER_TOLERANCE = {'fp32': 1e-3, 'tf32': 0.05, 'bf16': 0.05, 'fp8': 0.05}
+GRADIENT_TOLERANCE = {'fp32': 1e-3, 'tf32': 0.05, 'bf16': 0.2, 'fp8': 0.2}
 # Dense products of bfloat16, FLOP/s, from NVIDIA's data sheets, by a part of the device's name; the first that fits.
 PEAKS = {'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12, 'H200 NVL': 835e12, 'H200': 989e12, 'A100': 312e12}
 
@@ -189,7 +190,7 @@ def _list(losses):
 
 
 def check_training(run, figure, first, reference, precision):
-    """Compare the first steps of a training with those on the CPU."""
+    """Compare the first steps of a training with a reference."""
     off = np.abs(first['losses'] / reference['losses'] - 1)
     run.check(figure, 'first loss', off[0], LOSS_TOLERANCE[precision])
     run.check(figure, f'{len(off)} losses', off.max(), LATER_TOLERANCE[precision])
@@ -522,7 +523,43 @@ def mnist(run):
     contest.finish(lambda run, figure: f'{epochs} epochs of {n} images in {figure["training_s"]:.3f} s')
 
 
-SECTIONS = {'products': products, 'layers': layers, 'attention': attention, 'fp8': fp8, 'memory': memory,
+def fp8_training(run):
+    """Check the first training steps of the transformer in FP8, as with --precision fp8 and with all else in float32, against
+    the same formats emulated in float32 on the GPU, and time them; bit for bit again after the timing."""
+    from pyops.quantization import FP8_RECIPE, Recipe, family
+    rng, recipe = np.random.default_rng(0), Recipe.parse(FP8_RECIPE)
+    training, config, batch, checked, count = training_of('transformer', run.sizes)
+    data, order = training.data(rng, config, count), rng.permutation(count)[:count // batch * batch].reshape(-1, batch)
+
+    def trained(fp8):
+        return training.trained(replace(config, ops=family(recipe, fp8=fp8)), data, order)
+    reference = None
+    for rest in ('fp32', 'bf16'):
+        figure = run.figure(f'{training.what} fp8, else {rest}', **training.about(config, batch))
+        if figure is None:
+            return
+        if reference is None:
+            there = trained(False)
+            reference = there.first(checked)
+            there.close()
+        with precision_of('fp8' if rest == 'bf16' else rest, stores_bf16=rest == 'bf16'):
+            here = trained(True)
+            first = here.first(checked)
+            check_training(run, figure, first, reference, 'fp8')
+            seconds = median_seconds({'ours': (here.repeated(lambda: order[0]), run.gpu.synchronize)}, run.sizes.turns,
+                                     run.sizes.seconds)
+            same_bits(run, figure, here.first(checked), first)
+            run.timed(figure, seconds)
+            run.show(figure)
+            here.close()
+
+
+def fp8_section(run):
+    fp8(run)
+    fp8_training(run)
+
+
+SECTIONS = {'products': products, 'layers': layers, 'attention': attention, 'fp8': fp8_section, 'memory': memory,
             'mnist': mnist, 'seq2seq': training('seq2seq'), 'transformer': training('transformer'),
             'base': training('base', ['bf16']), 'gpt2': training('gpt2', ['bf16'])}
 

@@ -91,7 +91,7 @@ def ladder(emulated):
 
 def op_table(emulated):
     select = 'not torch and not central_differences'
-    return [pytest(emulated, 'bf16 fp8 packed_gru scaled_formats hadamard narrow_sums optim', AT_ONCE, select),
+    return [pytest(emulated, 'bf16 fp8 fp8_layers packed_gru scaled_formats hadamard narrow_sums optim', AT_ONCE, select),
             pytest(emulated, 'table ops kernels strided formats', AT_ONCE, select)]
 
 
@@ -101,7 +101,7 @@ def plans(emulated):
 
 
 def programs(emulated):
-    return [pytest(emulated, 'gpu', QUEUED)]
+    return [pytest(emulated, 'gpu fp8_training', QUEUED)]
 
 
 def sanitizer(tool):
@@ -117,7 +117,8 @@ PARTS = {
     'products': Part('matrix products at the sizes of the programs against float64, timed beside PyTorch', section('products')),
     'layers': Part('attention, GRU, output layer, mlp_step and formats against the CPU library, timed', section('layers')),
     'attention': Part('attention over 512 to 8192 tokens against float64, timed beside flash attention', section('attention')),
-    'fp8': Part('products in FP8 at the sizes of the programs against float64, timed beside torch._scaled_mm', section('fp8')),
+    'fp8': Part('products in FP8 against float64, timed beside torch._scaled_mm; training in FP8 against its emulation',
+                section('fp8')),
     'ladder': Part('the steps from a loop to wgmma: exact sums before and after timing', ladder, 120, ('ladder',)),
     'ops': Part('bfloat16 activations, optimisers, the op table, kernels and formats', op_table),
     'plans': Part('plans, the step of the digits in one op, arrays', plans),

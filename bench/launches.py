@@ -1,7 +1,8 @@
 """Count the kernel launches of a training step on a GPU, on the emulator, which runs no kernel: real sizes take seconds.
 
-    python -m bench.launches                                each program, in float32 and in bfloat16
+    python -m bench.launches                                each program, in float32, in bfloat16, and in FP8 if it can
     python -m bench.launches transformer --precision bf16   one of them
+    python -m bench.launches base --precision fp8           with the recipe of --precision fp8 (docs/cuda.md)
     python -m bench.launches base --list                    with the launches in order
     python -m bench.launches mnist                          of a hundred steps of the digits, all in one launch
     python -m bench.launches transformer --estimate         the time of its kernels on an H100, and of the gaps between them
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,19 +33,23 @@ PROGRAM = 'bench.launches'
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = 'pyops/device.h'                              # of the CUDA library, copied by make
 STEPS = 'seq2seq', 'transformer', 'base', 'gpt2', 'mnist'       # the sections of bench.gpu
-PRECISIONS = 'fp32', 'tf32', 'bf16'
+PRECISIONS = 'fp32', 'tf32', 'bf16', 'fp8'
+IN_FP8 = 'transformer', 'base'                         # the steps of the program with --precision fp8
 PAGE = ROOT / 'docs' / 'cuda.md'
-ON_PAGE = ('seq2seq', 'bf16'), ('transformer', 'bf16'), ('base', 'bf16')        # whose estimates --write puts there
+# whose estimates --write puts there
+ON_PAGE = ('seq2seq', 'bf16'), ('transformer', 'bf16'), ('transformer', 'fp8'), ('base', 'bf16'), ('base', 'fp8')
 
 # Assumptions of --estimate, for an H100 SXM: no GPU was available to measure them.
 BANDWIDTH = 0.8 * 3.35e12                              # bytes a second
 OF_PEAK = 0.6
-RATES = {'fp32': OF_PEAK * 67e12, 'tf32': OF_PEAK * 494.5e12, 'bf16': OF_PEAK * 989e12}     # operations of products a second
+RATES = {'fp32': OF_PEAK * 67e12, 'tf32': OF_PEAK * 494.5e12, 'bf16': OF_PEAK * 989e12,     # operations of products a second
+         'fp8': OF_PEAK * 1979e12}
 CYCLE = 1 / 1.755e9                                    # seconds
 LEAST = 1500 * CYCLE                                   # of a kernel, and of a step of a GRU, whose blocks wait for each other
 GAP = 4000 * CYCLE                                     # from the end of a kernel to the start of the next (gemm.cu)
 HIDDEN = 0.5                                           # share of a gap that an early start hides
 LOGIT_BYTES = {'fp32': 12, 'tf32': 12, 'bf16': 10}     # written and read for each (docs/output_layer.md)
+REST = {'fp8': 'bf16'}                                 # the precision of the products that are not in FP8
 H100 = {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_SYNC': '0', 'PYOPS_EARLY_START': '1', 'EMU_MULTIPROCESSORS': '132',
         'EMU_MEMORY': str(80 * 2**30), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
 
@@ -66,8 +72,9 @@ class Call(NamedTuple):
     launches: list          # Launches
 
     def seconds(self, precision):
-        """Return the estimated time of its kernels, without the gaps between them."""
-        return max(self.flops / RATES[precision], self.bytes / BANDWIDTH, LEAST * max(self.steps, len(self.launches)))
+        """Return the estimated time of its kernels, without the gaps between them.   precision: of the step"""
+        rate = RATES['fp8' if self.function == 'gemm_fp8' else REST.get(precision, precision)]
+        return max(self.flops / rate, self.bytes / BANDWIDTH, LEAST * max(self.steps, len(self.launches)))
 
 
 def launches(step, precision='fp32'):
@@ -104,11 +111,20 @@ def steps_of(step):
 
 def precisions_of(step, given):
     """Return the precisions to count a step in.   given: --precision, None for all"""
-    if step != 'mnist':
-        return [given] if given else ['fp32', 'bf16']
-    if given not in (None, 'fp32'):
-        raise UserError(f'--precision {given}: mnist computes its steps in float32; leave it out')
-    return ['fp32']
+    if step == 'mnist':
+        if given not in (None, 'fp32'):
+            raise UserError(f'--precision {given}: mnist computes its steps in float32; leave it out')
+        return ['fp32']
+    if given == 'fp8' and step not in IN_FP8:
+        raise UserError(f'--precision fp8: {step} has no layers that multiply in FP8; name {" or ".join(IN_FP8)}, or give bf16')
+    return [given] if given else ['fp32', 'bf16'] + ['fp8'] * (step in IN_FP8)
+
+
+def steps_in(precision, is_estimate):
+    """Return the steps to count if none is named.   precision: --precision, None for all"""
+    if precision == 'fp8':
+        return IN_FP8
+    return STEPS if precision in (None, 'fp32') and not is_estimate else STEPS[:-1]
 
 
 def run_mnist():
@@ -145,8 +161,11 @@ def run(step, precision):
 
     from bench import gpu
     from bench.gpu_contest import precision_of
+    from pyops.quantization import FP8_RECIPE, family_of
     training, config, batch, *_ = gpu.training_of(step, gpu.FULL)
     with precision_of(precision, stores_bf16=True) as device:
+        if precision == 'fp8':
+            config = replace(config, ops=family_of({'quant': FP8_RECIPE}))
         data, rows = training.data(np.random.default_rng(0), config, batch), np.arange(batch)
         trained = training.trained(config, data, None)
         first = launched(device)
@@ -178,7 +197,7 @@ def calls_of(plan, device, precision):
         if kernel.bytes:
             count = kernel.bytes(scalars)
         if action.kernel == 'linear_cross_entropy':
-            count += LOGIT_BYTES[precision] * scalars['R'] * scalars['V']
+            count += LOGIT_BYTES[REST.get(precision, precision)] * scalars['R'] * scalars['V']
         first = launched(device)
         plan.run(i, i + 1)
         end, flops = launched(device), float(operations(action, argument))
@@ -224,9 +243,10 @@ def estimate(step, precision, found, calls):
     line('all', calls, sum(seconds.values()))
     whole = sum(seconds.values()) + GAP * len(found)
     hidden = GAP * HIDDEN * sum(launch.early for launch in found)
-    of_peak = OF_PEAK * sum(call.flops for call in calls) / RATES[precision] / (whole - hidden)
+    of_peak = OF_PEAK * sum(call.flops for call in calls) / RATES[REST.get(precision, precision)] / (whole - hidden)
+    of_rest = f' of {REST[precision]}' if precision in REST else ''
     lines += ['', f'A step of `{step}` in {precision} would take {1e6 * whole:.0f} us, and {1e6 * (whole - hidden):.0f} with '
-              f'early starts: {100 * hidden / whole:.0f} % less, at {100 * of_peak:.0f} % of the peak FLOP/s.']
+              f'early starts: {100 * hidden / whole:.0f} % less, at {100 * of_peak:.0f} % of the peak FLOP/s{of_rest}.']
     return '\n'.join(lines)
 
 
@@ -250,7 +270,7 @@ def write(page=PAGE):
 def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('steps', nargs='*', metavar='STEP', help=f'{", ".join(STEPS)} (default: all)')
-    p.add_argument('--precision', choices=PRECISIONS, help='default: fp32 and bf16')
+    p.add_argument('--precision', choices=PRECISIONS, help=f'default: fp32, bf16, and for {" and ".join(IN_FP8)} fp8')
     p.add_argument('--list', action='store_true',
                    help='print each launch: kernel, blocks, threads, bytes of shared memory, whether it can start early')
     p.add_argument('--estimate', action='store_true', help='estimate the time of the kernels on an H100, from operations and '
@@ -270,8 +290,7 @@ def main(argv=None):
         return write()
     if args.estimate and 'mnist' in args.steps:
         p.error('--estimate: mnist is one launch; name other steps')
-    all_steps = STEPS if args.precision in (None, 'fp32') and not args.estimate else STEPS[:-1]
-    for step in args.steps or all_steps:
+    for step in args.steps or steps_in(args.precision, args.estimate):
         steps = f', {steps_of(step)} steps' * (steps_of(step) > 1)
         for precision in precisions_of(step, args.precision):
             found, calls = counted(step, precision)

@@ -6,6 +6,7 @@
     python -m bench.train mnist --vs torch jax      and JAX, compiled: a call per step, and a scan over the steps of a turn;
                                                     its whole runs compile, or find compiled code in JAX's cache
     python -m bench.train seq2seq --vs torch --precision bf16       bfloat16 beside PyTorch's autocast; and ours in float32
+    python -m bench.train transformer --precision fp8               ours with linear layers in FP8, in bfloat16, and in float32
     python -m bench.train seq2seq --scaling         pyops on one thread and on all
     python -m bench.train seq2seq --vs torch --save     and append the figures to bench/results/train.jsonl
     python -m bench.train transformer --preset base --recompute --vs torch jax      16 pairs of 64 tokens; also recomputed
@@ -27,6 +28,7 @@ import numpy as np
 
 from bench import results
 from bench.contest import (
+    FP8_KINDS,
     NAMES,
     RECOMPUTE,
     Contestant,
@@ -39,7 +41,7 @@ from bench.contest import (
     require,
     timed_command,
 )
-from pyops import CPU_PRECISIONS
+from pyops import CPU_PRECISIONS, FP8
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, fraction, non_negative_int, positive_int
 from transformer.train import PRESETS
@@ -75,9 +77,9 @@ def parse(argv):
                    '(default %(default)s)')
     p.add_argument('--vs', choices=['torch', 'jax'], nargs='+', default=[],
                    help='beside PyTorch, eager and compiled; beside JAX, compiled, for mnist also a scan over steps')
-    p.add_argument('--precision', choices=CPU_PRECISIONS, default='fp32',
+    p.add_argument('--precision', choices=(*CPU_PRECISIONS, FP8), default='fp32',
                    help='of the factors of products (default fp32); bf16: seq2seq and transformer, for PyTorch autocast; also '
-                   'times ours in float32')
+                   'times ours in float32; fp8: transformer, ours alone, which also runs in bfloat16 and in float32')
     p.add_argument('--scaling', action='store_true', help='ours on one thread beside ours on all')
     add_recompute_flag(p)
     p.add_argument('--turns', type=positive_int, metavar='N', help='timed turns of each (default 20; mnist 60; base 10)')
@@ -97,6 +99,9 @@ def parse(argv):
         raise UserError('--recompute: times steps of transformer, without --scaling; leave it out')
     if args.precision == 'bf16' and (args.scaling or args.program == 'mnist'):
         raise UserError('--precision bf16: times steps of seq2seq or transformer, without --scaling; leave it out')
+    if args.precision == FP8 and (args.vs or args.scaling or args.recompute or args.program != 'transformer'):
+        raise UserError('--precision fp8: times ours in steps of transformer, without --vs, --scaling and --recompute; '
+                        'leave it out')
     return args
 
 
@@ -165,6 +170,8 @@ def main(argv=None):
     threads, program = args.threads or backend.threads(), importlib.import_module(f'bench.{args.program}')
     args.batch_size = args.batch_size or args.case.batch_size
     kinds = kinds_of(args, 'torch' in args.vs, args.precision == 'bf16', args.recompute)
+    if args.precision == FP8:
+        kinds = list(FP8_KINDS)
     if 'jax' in args.vs:
         require('jax')
         kinds += ['jax'] + ['jax-scan'] * (args.program == 'mnist')
@@ -175,8 +182,8 @@ def main(argv=None):
     about, figures, losses = contest(args, contestants, turns, length)
     known = {'program': args.program} | ({'preset': args.preset} if args.preset != SMALL else {})
     known |= {'steps': turns * length, 'batch_size': args.batch_size, 'threads': threads, 'isa': backend.isa()}
-    if args.precision == 'bf16':
-        known |= {'precision': 'bf16', 'bf16_isa': backend.bf16_isa()}
+    if args.precision != 'fp32':
+        known |= {'precision': args.precision, 'bf16_isa': backend.bf16_isa()}
     ours = next(iter(figures))
     if args.json:
         beside = {k: f for k, f in figures.items() if k != ours}

@@ -4,10 +4,11 @@ bench/seq2seq.py and bench/transformer.py supply the models.
 """
 import functools
 import json
+from dataclasses import replace
 
 import numpy as np
 
-from bench.contest import BF16, RECOMPUTE
+from bench.contest import BF16, FP8, RECOMPUTE
 from pyops.errors import UserError
 
 
@@ -143,7 +144,10 @@ class Contest:
     def train(self, folder, kind):
         """Return turn and describe of a contestant in training steps: step k uses batch k, from the same weights."""
         config, pairs, rows, lr = self._load(folder)
-        who = kind.removesuffix(BF16)
+        who = kind.removesuffix(BF16).removesuffix(FP8)
+        if kind.endswith(FP8):
+            from pyops.quantization import FP8_RECIPE, family_of
+            config = replace(config, ops=family_of({'quant': FP8_RECIPE}))
         if who in ('ours', 'ours' + RECOMPUTE):
             # replayed from a plan as in training; the same seed as in prepare, so the same weights
             again = dict(recompute=True) if who.endswith(RECOMPUTE) else {}
@@ -217,10 +221,8 @@ class Contest:
 
     def _model(self, config, folder, compute):
         """Return our model with the initial weights, in a compute type as pyops.load creates it; '': float32."""
-        import dataclasses
-
         from pyops.compute import Compute
-        model = self.ours()[1](dataclasses.replace(config, ops=Compute(compute or 'float32')))
+        model = self.ours()[1](replace(config, ops=Compute(compute or 'float32')))
         with np.load(folder / 'weights.npz') as weights:
             model.config.ops.pack(model.params, weights)
         return model

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.contest import BF16, RECOMPUTE, use_cores
+from bench.contest import BF16, FP8, RECOMPUTE, use_cores
 
 
 def peak_mib(pid='self'):
@@ -26,11 +26,12 @@ def peak_mib(pid='self'):
 def main(program, job, kind, folder, threads):
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # a terminal sends it to all processes; the parent ends this one
     contest = importlib.import_module(f'bench.{program}')
-    who = kind.removesuffix(BF16).removesuffix(RECOMPUTE).partition('/')[0]
+    who = kind.removesuffix(BF16).removesuffix(FP8).removesuffix(RECOMPUTE).partition('/')[0]
     if who in ('ours', 'command'):
         from pyops import backend
         backend.set_threads(int(threads))
-        backend.HOST.precision = 'bf16' if kind.endswith(BF16) else 'fp32'
+        backend.HOST.precision = 'bf16' if kind.endswith((BF16, FP8)) else 'fp32'
+        backend.HOST.fp8 = kind.endswith(FP8)
     elif who.startswith('jax'):
         use_cores(int(threads))
     elif who != 'ct2':                                  # CTranslate2 takes the number of threads in its constructor

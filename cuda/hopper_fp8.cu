@@ -245,6 +245,7 @@ extern "C" pyops_status pyops_gemm_fp8(pyops_real *c, const uint8_t *a, const ui
                     nullptr,
                     nullptr};
     g.splits = parts_of(g);
+    lda = fp8_ld(lda, K), ldb = fp8_ld(ldb, K);
     const bool b_rows = b_blocks == PYOPS_FP8_ROWS;
     const cudaError_t error = a_format == PYOPS_E4M3
         ? launch_b<Fp8::e4m3>(b_format, b_rows, a, b, lda, ldb, g, stream_of(stream))

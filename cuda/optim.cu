@@ -252,7 +252,7 @@ struct DescentWithMomentum {
         return plain.begin();
     }
     __device__ void operator()(const float (&in)[3], float (&out)[2]) const {
-        const float g = in[2] * plain.clip + plain.weight_decay * in[0], velocity = momentum * in[1] + undamped * g;
+        const float g = in[2] * plain.clip + plain.weight_decay * in[0], velocity = moment(momentum * in[1] + undamped * g);
         out[0] = in[0] - plain.rate * (own * g + ahead * velocity);
         out[1] = velocity;
     }

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 
-from pyops import COMPUTE_TYPES, CPU_PRECISIONS, PRECISIONS, __version__, examples
+from pyops import COMPUTE_TYPES, CPU_PRECISIONS, FP8, PRECISIONS, __version__, examples
 from pyops.environment import backend_name, exact_by_default
 from pyops.errors import UserError, printable
 from pyops.programs import command as module_command
@@ -109,25 +109,35 @@ def list_programs(package, description, programs, arguments=None):
     parser.exit(2)
 
 
-def add_gpu_flag(parser):
-    """-g, --gpu 1 or 0; --precision; --exact."""
+def add_gpu_flag(parser, fp8=False):
+    """-g, --gpu 1 or 0; --precision; --exact.   fp8: whether the program has layers for --precision fp8"""
     group = parser.group('GPU')
     group.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1,
                        help='1, or no value: run on a GPU, or on the emulator with PYOPS_EMULATE_CUDA=1; 0: run on the CPU, '
                        'whatever PYOPS_BACKEND is (default 0, or 1 if PYOPS_BACKEND=gpu)')
-    group.add_argument('--precision', choices=PRECISIONS, help='round the factors of matrix products to this precision; '
-                       'tf32: only on a GPU; bf16: on a GPU the translators also store activations as bfloat16; everything '
-                       f'else stays float32 (default {PRECISIONS[0]})')
+    group.add_argument('--precision', choices=(*PRECISIONS, FP8) if fp8 else PRECISIONS, type=str if fp8 else _no_fp8,
+                       metavar=f'{{{",".join((*PRECISIONS, FP8))}}}',           # the same help in all programs
+                       help='round the factors of matrix products to this precision; tf32: only on a GPU; bf16: on a GPU the '
+                       'translators also store activations as bfloat16; everything else stays float32; fp8: only '
+                       'transformer.train: as bf16, and linear layers multiply in FP8; see docs/cuda.md '
+                       f'(default {PRECISIONS[0]})')
     group.add_argument('--exact', action=argparse.BooleanOptionalAction,
                        help='the same bits on every instruction set of x86-64, in more time; on the CPU with --precision fp32 '
                        '(default: as PYOPS_EXACT and, for a resumed run, as before)')
 
 
+def _no_fp8(text):
+    """An argparse type: any precision but fp8."""
+    if text == FP8:
+        raise argparse.ArgumentTypeError('fp8: only transformer.train has layers that multiply in FP8; give bf16')
+    return text
+
+
 def use_gpu(args):
     """Select the device from the flags of `add_gpu_flag`, else from $PYOPS_BACKEND, and set args.gpu to 0 or 1.
 
-    UserError if there is no GPU, --precision tf32 is given without one, --exact with one or with bf16, or $PYOPS_BACKEND is
-    unknown or, without -g, numpy.
+    UserError if there is no GPU, --precision tf32 is given without one, fp8 with one that cannot multiply in it, --exact with
+    one or with another precision, or $PYOPS_BACKEND is unknown or, without -g, numpy.
     """
     name, source = backend_name(), 'PYOPS_BACKEND=gpu' if args.gpu is None else '-g 1'
     if args.gpu is None:
@@ -142,7 +152,7 @@ def use_gpu(args):
         raise UserError(f'{given}: a GPU gives other bits; give -g 0 to run on the CPU, or --no-exact')
     if exact and precision != 'fp32':
         raise UserError(f'{given}: expected --precision fp32, got {precision}; give that, or --no-exact')
-    backend.HOST.exact = False                          # bfloat16 excludes exact kernels
+    backend.HOST.exact = backend.HOST.fp8 = False       # bfloat16 excludes exact kernels
     if not args.gpu and name != 'cpu':
         os.environ['PYOPS_BACKEND'] = 'cpu'             # -g 0 wins; pyops.ndarray reads the variable when it is imported
         backend.use(backend.HOST)
@@ -154,9 +164,10 @@ def use_gpu(args):
             raise UserError(f'{source}: {error}') from error
         backend.HOST.precision = 'fp32'
     else:
-        if precision not in CPU_PRECISIONS:
+        backend.HOST.fp8, rest = precision == FP8, 'bf16' if precision == FP8 else precision       # rest: of other products
+        if rest not in CPU_PRECISIONS:
             raise UserError(f'--precision {precision}: needs a GPU; give -g 1, or --precision {" or ".join(CPU_PRECISIONS)}')
-        backend.HOST.precision = precision
+        backend.HOST.precision = rest
     if exact:
         try:
             backend.HOST.exact = True
@@ -165,10 +176,10 @@ def use_gpu(args):
 
 
 def select_storage(args, quant='none'):
-    """On a GPU with --precision bf16, store activations and their gradients as bfloat16, for models whose ops support it; not
-    with `quant`, the argument of --quant, which rounds float32 activations to other formats."""
+    """On a GPU with --precision bf16 or fp8, store activations and their gradients as bfloat16, for models whose ops support
+    it; with bf16 not for `quant`, the argument of --quant, which rounds float32 activations to other formats."""
     from pyops import backend
-    if args.precision == 'bf16' and quant == 'none' and not backend.current_device().is_host:
+    if (args.precision == FP8 or args.precision == 'bf16' and quant == 'none') and not backend.current_device().is_host:
         backend.current_device().storage = 'bf16'
 
 

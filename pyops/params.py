@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pyops.distributed import Shares
     from pyops.typing import Array, Init, Shape
 
+_FLOAT = np.dtype(np.float32)
 ALIGN = 16      # floats: every parameter starts on its own cache line
 
 
@@ -224,7 +225,7 @@ class Parameters:
             self._is_rounded = before
 
     def zero_grads(self) -> None:
-        if self.dtype != np.float32:
+        if self.dtype is not _FLOAT:
             self.grads.fill(0)
         elif self.touched is None:
             backend.launch('fill', self.grads, self.grads.size, 0.0)

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pyops import backend, ops
+from pyops import FP8, backend, ops
 from pyops.errors import UserError
 from pyops.ops.attention import OPERANDS as ATTENTION_OPERANDS
 from pyops.ops.linear import OPERANDS as LINEAR_OPERANDS
@@ -39,8 +39,10 @@ SELECTORS = (
 
 NONE = 'none'                           # instead of a format: do not round the operand
 VARIABLE = 'CUSTOM_QUANT_TYPE'
-# For products in FP8 (Family): the recipe of DeepSeek-V3, whose output layer is not rounded either (arXiv:2412.19437).
-FP8_RECIPE = 'linear=fp8,fwd.w=fp8:block=128x128,dgrad.w=fp8:block=128x128;none@output'
+# Of --precision fp8: E4M3, and E5M2 for gradients; scales as in DeepSeek-V3, whose output layer is not rounded either
+# (arXiv:2412.19437).
+FP8_RECIPE = ('linear=fp8,fwd.w=fp8:block=128x128,dgrad.w=fp8:block=128x128,dgrad.g=fp8:elem=e5m2,wgrad.g=fp8:elem=e5m2;'
+              'none@output')
 
 
 class Section(NamedTuple):
@@ -57,7 +59,7 @@ class Recipe:
     layers: tuple[str, ...] = ()
     sections: tuple[Section, ...] = ()
 
-    step, seed = None, 0                # key of the random numbers for round=stochastic; see Family
+    step, seed, fp8 = None, 0, False    # see Family: the key of the random numbers for round=stochastic
 
     @staticmethod
     def history(name, is_gradient):
@@ -247,7 +249,10 @@ def resolve(args=None, kept=None):
     """Return the settings `quant` and `quant_layers` of a run: from its flags (pyops.flags.add_quant_flags), else from the
     checkpoint (kept: its settings, None without one), else from CUSTOM_QUANT_TYPE.
 
-    UserError if CUSTOM_QUANT_TYPE is used and invalid, or if layers are given but no recipe.
+    With --precision fp8 the default is FP8_RECIPE.
+
+    UserError if CUSTOM_QUANT_TYPE is used and invalid, if layers are given but no recipe, or with --precision fp8 for a recipe
+    with other formats than FP8 hardware has.
     """
     given, only = (getattr(args, name, None) for name in ('quant', 'quant_layers'))
     if given is not None:
@@ -257,10 +262,26 @@ def resolve(args=None, kept=None):
     else:
         quant = kept.get('quant', NONE)
         ignore_environment(f'the checkpoint was trained with --quant {quant}; give --quant to change that', quant)
+    if getattr(args, 'precision', None) == FP8:
+        quant = _of_fp8(quant, is_given=given is not None)
     layers = (kept or {}).get('quant_layers', '') if only is None else only
     if quant == NONE and only:
         raise UserError(f'--quant-layers {only}: expected a recipe too; add one such as --quant mxfp8')
     return {'quant': quant, 'quant_layers': layers}
+
+
+def _of_fp8(quant, is_given):
+    """Return the recipe of --precision fp8.   UserError if tensor cores cannot multiply with its formats
+    is_given: whether --quant is given"""
+    from pyops.ops.fp8 import check_format  # not at the top: most runs do not quantize
+    if quant == NONE and is_given:
+        raise UserError(f'--quant {NONE}: --precision fp8 needs formats of linear layers; leave out --quant, or give '
+                        '--precision bf16')
+    recipe = Recipe.parse(FP8_RECIPE if quant == NONE else quant)
+    for operand, fmt in itertools.chain(recipe.formats.items(), *(section.formats.items() for section in recipe.sections)):
+        if fmt:
+            check_format(operand, fmt)
+    return str(recipe)
 
 
 class AmaxHistories:
@@ -308,6 +329,7 @@ class Family:
 
     def __init__(self, recipe, seed=0, fp8=False):
         self.recipe, self.seed, self.fp8, self.step = recipe, seed, fp8, None
+        self.weights = None             # inside same_weights(): the weights in FP8, by layer
         self.layers = {}                # layers created by the model -> whether any of their operands is rounded
         self._lengths, self._histories, self._is_recording = {}, None, False    # of the operands with delayed scaling
 
@@ -331,6 +353,15 @@ class Family:
             yield
         finally:
             self._is_recording = before
+
+    @contextlib.contextmanager
+    def same_weights(self):
+        """Within this context layers that multiply in FP8 encode their weights once, for several forward passes."""
+        before, self.weights = self.weights, {}
+        try:
+            yield
+        finally:
+            self.weights = before
 
     def history(self, name, is_gradient):
         """Return the history of an operand, None outside recording().   ValueError in a training step without recording() or
@@ -388,11 +419,18 @@ def recording(source):
     return source.recording() if isinstance(source, Family) else contextlib.nullcontext()
 
 
+def same_weights(source):
+    """Return the context for forward passes with the same weights; as recording()."""
+    return source.same_weights() if isinstance(source, Family) else contextlib.nullcontext()
+
+
 def family(recipe, seed=0, fp8=False):
     """Return the source of a model's layers: a Family, or pyops.ops itself if the recipe rounds nothing.   fp8: as in Family"""
     return Family(recipe, seed, fp8) if recipe.rounds else ops
 
 
 def family_of(settings):
-    """Return the family for a program's settings `quant`, `quant_layers` and `seed`, all optional."""
-    return family(Recipe.parse(settings.get('quant', NONE), settings.get('quant_layers', '')), settings.get('seed', 0))
+    """Return the family for a program's settings `quant`, `quant_layers` and `seed`, all optional.  With --precision fp8, the
+    `fp8` of the device, linear layers multiply in FP8."""
+    return family(Recipe.parse(settings.get('quant', NONE), settings.get('quant_layers', '')), settings.get('seed', 0),
+                  backend.current_device().fp8)

@@ -1,5 +1,7 @@
 // adam.cuh - clipping and Adam's arithmetic, one parameter at a time, for optim.cu, muon.cu and mlp.cu.
 #pragma once
+#include <cfloat>
+
 #include "internal.cuh"
 
 // For a sum in double: in float32, a sum over ten million gradients loses the small ones.
@@ -19,6 +21,9 @@ DEVICE double power(double b, int64_t t) {
     return y;
 }
 
+// A moment, 0 if it is denormal, as on the CPU, where denormal numbers are slow.
+DEVICE float moment(float x) { return fabsf(x) < FLT_MIN ? 0.0f : x; }
+
 struct AdamRule {
     float beta1, beta2, eps, weight_decay;
     // the same for all parameters of a step;  keep: factor of the parameter, 1 - lr * decoupled weight decay
@@ -31,8 +36,8 @@ struct AdamRule {
     }
     __device__ void operator()(float &param, float &m, float &v, float grad) const {
         const float g = grad * clip + weight_decay * param;
-        m = beta1 * m + (1.0f - beta1) * g;
-        v = beta2 * v + (1.0f - beta2) * g * g;
+        m = moment(beta1 * m + (1.0f - beta1) * g);
+        v = moment(beta2 * v + (1.0f - beta2) * g * g);
         param = keep * param - step_size * m / (sqrtf(v) * root_correction + eps);
     }
 };

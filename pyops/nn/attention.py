@@ -14,6 +14,7 @@ import numpy as np
 from pyops import functional as F
 from pyops import init, ops
 from pyops.autograd import Tensor, apply
+from pyops.autograd.mode import is_interpreted
 from pyops.nn.container import ModuleList
 from pyops.nn.layers import Dropout, LayerNorm, Linear
 from pyops.nn.module import Layer, Module, Parameter
@@ -69,14 +70,18 @@ class _Attention(Layer):
         return F.linear(x, weight, None if self.in_proj_bias is None else self.in_proj_bias[rows])
 
     def attend(self, query: Tensor, key: Tensor | None, value: Tensor | None, masks: list[np.ndarray], is_causal: bool,
-               lengths: Numbers | None, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Return y and, with need_weights, the weights.  masks: float32, to add to scores (B, heads, L, S)."""
+               lengths: Numbers | None, need_weights: bool, average: bool,
+               last: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return y and, with need_weights, the weights.  masks: float32, to add to scores (B, heads, L, S).
+
+        last: computes y, in place of out_proj, from the results of attention, with the axes of query
+        """
         key = query if key is None else key
         value = key if value is None else value
         if query.ndim == key.ndim == value.ndim == 2:               # one sequence
             batch = 1 - self.batch_first
             query, key, value = (x.unsqueeze(batch) for x in (query, key, value))
-            y, weights = self.attend(query, key, value, masks, is_causal, lengths, need_weights, average)
+            y, weights = self.attend(query, key, value, masks, is_causal, lengths, need_weights, average, last)
             return y.squeeze(batch), None if weights is None else weights.squeeze(0)
         B = query.shape[1 - self.batch_first] if query.ndim == 3 else 'B'
         for name, x, size in (('query', query, self.embed_dim), ('key', key, self.kdim), ('value', value, self.vdim)):
@@ -101,12 +106,17 @@ class _Attention(Layer):
             p, seed, step = self.dropout.draw()
             op = ops.Attention(self.num_heads, is_causal, p, seed, self._path or 'attention')
             y = apply(op, q, k, v, None if lengths is None else F.tensor(lengths, q), step)
-        y = self.out_proj(y)
+        if last is None:
+            y = self.out_proj(y)
+        if self.batch_first:
+            y = y.transpose(0, 1)
+        if last is not None:
+            y = last(y)
         if not need_weights:
             weights = None
         elif average:
             weights = weights.mean(1)                       # type: ignore[union-attr]
-        return y.transpose(0, 1) if self.batch_first else y, weights
+        return y, weights
 
     def _stored(self, q: Tensor, k: Tensor, v: Tensor, masks: list[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Attend on tensor ops that store the scores.  Return y (L, B, E) and the weights (B, heads, L, S)."""
@@ -157,13 +167,15 @@ class MultiheadAttention(_Attention):
     to the scores
     weights: (B, L, S), the mean over heads, or (B, heads, L, S) with average_attn_weights=False, after dropout
     is_causal: query i attends to keys 0 to i + S - L, also without attn_mask;  lengths: as in MultiHeadAttention
+    last: a function in place of out_proj, on a Tensor with the axes of query
     Without weights and masks the scores are not stored.
     """
 
     def forward_tensors(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
                         key_padding_mask: Numbers | None = None, need_weights: bool = True, attn_mask: Numbers | None = None,
                         average_attn_weights: bool = True, is_causal: bool = False,
-                        lengths: Numbers | None = None) -> tuple[Tensor, Tensor | None]:
+                        lengths: Numbers | None = None,
+                        last: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         masks = []
         if attn_mask is not None:
             added = _added(attn_mask, True)
@@ -173,7 +185,7 @@ class MultiheadAttention(_Attention):
         if key_padding_mask is not None:
             added = _added(key_padding_mask, True)
             masks.append(added.reshape(-1, 1, 1, added.shape[-1]))
-        return self.attend(query, key, value, masks, is_causal, lengths, need_weights, average_attn_weights)
+        return self.attend(query, key, value, masks, is_causal, lengths, need_weights, average_attn_weights, last)
 
 
 # ---- transformer layers ------------------------------------------------------------------------------------------------
@@ -204,15 +216,40 @@ class _TransformerLayer(Layer):
             setattr(self, f'norm{number}', LayerNorm(d_model, layer_norm_eps, bias=bias))
             setattr(self, f'dropout{number}', Dropout(dropout))
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+    def _feed_forward(self, x: Tensor, last: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return (last or self.linear2)(self.dropout(self.activation(self.linear1(x))))
 
-    def _add(self, x: Tensor, branch: Callable[[Tensor], Tensor], number: int) -> Tensor:
-        """Return norm(x + dropout(branch(x))), or x + dropout(branch(norm(x))) with norm_first."""
+    def _add(self, x: Tensor, branch: Callable[..., Tensor], number: int,
+             attention: MultiheadAttention | None = None) -> Tensor:
+        """Return norm(x + dropout(branch(x))), or x + dropout(branch(norm(x))) with norm_first.
+
+        branch(x, last) computes its result by last(h), in place of its last layer
+        attention: the layer of the branch, None for feed-forward
+        """
         norm, dropout = getattr(self, f'norm{number}'), getattr(self, f'dropout{number}')
+        linear = self.linear2 if attention is None else attention.out_proj
+        if _joins(x, linear, dropout, attention, None if self.norm_first else norm):
+            p, key, step = dropout.draw()
+            op, parameters, _ = linear.op()
+            if self.norm_first:
+                return branch(norm(x), lambda h: apply(ops.LinearResidual, h, x, step, **parameters, p=p, key=key))
+            parameters |= {'norm_weight': norm.weight, 'norm_bias': norm.bias}
+            return branch(x, lambda h: apply(ops.LinearResidualNorm, h, x, step, **{'bias': None} | parameters, p=p, key=key,
+                                             eps=norm.eps))
         if self.norm_first:
             return F.residual(x, dropout(branch(norm(x))))
         return norm(F.residual(x, dropout(branch(x))))
+
+
+def _joins(x: Tensor, linear: Any, dropout: Any, attention: Any, norm: Any) -> bool:
+    """Return whether one op may compute these layers and the residual sum, with the same bits: on a GPU, because it saves
+    launches.  Layers of other classes, and layers with hooks, are called.   attention, norm: None if there is none"""
+    if x.ndim != 3 or is_interpreted() or x.device.is_host or F.is_double(x):
+        return False
+    for layer, kind in ((linear, Linear), (dropout, Dropout), (attention, MultiheadAttention), (norm, LayerNorm)):
+        if layer is not None and (type(layer) is not kind or layer._hooks):
+            return False
+    return (norm is None or norm.is_one_kernel()) and dropout.generator is None and (dropout.p < 1 or not dropout.training)
 
 
 class TransformerEncoderLayer(_TransformerLayer):
@@ -226,10 +263,10 @@ class TransformerEncoderLayer(_TransformerLayer):
 
     def forward_tensors(self, src: Tensor, src_mask: Numbers | None = None, src_key_padding_mask: Numbers | None = None,
                         is_causal: bool = False, lengths: Numbers | None = None) -> Tensor:
-        def attend(x: Tensor) -> Tensor:
+        def attend(x: Tensor, last: Any = None) -> Tensor:
             return self.self_attn(x, key_padding_mask=src_key_padding_mask, need_weights=False, attn_mask=src_mask,
-                                  is_causal=is_causal, lengths=lengths)[0]
-        return self._add(self._add(src, attend, 1), self._feed_forward, 2)
+                                  is_causal=is_causal, lengths=lengths, last=last)[0]
+        return self._add(self._add(src, attend, 1, self.self_attn), self._feed_forward, 2)
 
 
 class TransformerDecoderLayer(_TransformerLayer):
@@ -244,14 +281,15 @@ class TransformerDecoderLayer(_TransformerLayer):
                         tgt_key_padding_mask: Numbers | None = None, memory_key_padding_mask: Numbers | None = None,
                         tgt_is_causal: bool = False, memory_is_causal: bool = False, lengths: Numbers | None = None,
                         memory_lengths: Numbers | None = None) -> Tensor:
-        def attend(x: Tensor) -> Tensor:
+        def attend(x: Tensor, last: Any = None) -> Tensor:
             return self.self_attn(x, key_padding_mask=tgt_key_padding_mask, need_weights=False, attn_mask=tgt_mask,
-                                  is_causal=tgt_is_causal, lengths=lengths)[0]
+                                  is_causal=tgt_is_causal, lengths=lengths, last=last)[0]
 
-        def look_back(x: Tensor) -> Tensor:
+        def look_back(x: Tensor, last: Any = None) -> Tensor:
             return self.multihead_attn(x, memory, key_padding_mask=memory_key_padding_mask, need_weights=False,
-                                       attn_mask=memory_mask, is_causal=memory_is_causal, lengths=memory_lengths)[0]
-        return self._add(self._add(self._add(tgt, attend, 1), look_back, 2), self._feed_forward, 3)
+                                       attn_mask=memory_mask, is_causal=memory_is_causal, lengths=memory_lengths, last=last)[0]
+        x = self._add(self._add(tgt, attend, 1, self.self_attn), look_back, 2, self.multihead_attn)
+        return self._add(x, self._feed_forward, 3)
 
 
 class _Stack(Layer):

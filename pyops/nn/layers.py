@@ -352,22 +352,23 @@ class LayerNorm(KernelLayer):
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.LayerNorm, {'weight': self.weight, 'bias': self.bias}, {'eps': self.eps}       # type: ignore[dict-item]
 
-    def _is_one_kernel(self) -> bool:
+    def is_one_kernel(self) -> bool:
+        """Return whether ops.LayerNorm computes it."""
         return len(self.normalized_shape) == 1 and self.bias is not None
 
     def in_double(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def forward_tensors(self, x: Tensor) -> Tensor:
-        if self._is_one_kernel():
+        if self.is_one_kernel():
             return super().forward_tensors(x)
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def forward_arrays(self, x: Array) -> tuple[Array, Any]:
-        return super().forward_arrays(x) if self._is_one_kernel() else Layer.forward_arrays(self, x)
+        return super().forward_arrays(x) if self.is_one_kernel() else Layer.forward_arrays(self, x)
 
     def backward(self, dy: Array, ctx: Any) -> Array:
-        return super().backward(dy, ctx) if self._is_one_kernel() else Layer.backward(self, dy, ctx)
+        return super().backward(dy, ctx) if self.is_one_kernel() else Layer.backward(self, dy, ctx)
 
     def settings(self) -> str:
         size = self.features if len(self.normalized_shape) == 1 else self.normalized_shape

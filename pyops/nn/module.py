@@ -668,6 +668,9 @@ class Module:
         return '\n'.join([f'{type(self).__name__}({self.extra_repr()}', *lines, ')'])
 
 
+_ABOUT_ARGUMENTS = TypeError, ValueError, IndexError, OverflowError
+
+
 class Layer(Module):
     """A module with two uses: layer(x) takes and returns Tensors and records on the tape; `y, ctx = layer.forward(x)` and
     `dx = layer.backward(dy, ctx)` work on arrays.  A call converts arrays and lists to Tensors.  A subclass defines
@@ -697,8 +700,10 @@ class Layer(Module):
             inputs = *inputs, *[named.pop(name) for name in ('input', 'target')[len(inputs):] if name in named]
         if self._hooks:
             inputs, named = self._hooked_inputs(inputs, named)
-        if not inputs or not all([isinstance(x, Tensor) for x in inputs]):
-            inputs = self._naming(_as_tensors, inputs, named, self._wanted_dtype())
+        for x in inputs or (None,):
+            if not isinstance(x, Tensor):
+                inputs = self._naming(_as_tensors, inputs, named, self._wanted_dtype())
+                break
         if not self._is_built:
             self.root().build()
         y = self.forward(*inputs, **named)
@@ -711,7 +716,11 @@ class Layer(Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if inputs and isinstance(inputs[0], Tensor) or _tensors((inputs, *named.values())):
-            return self._naming(self.forward_tensors, *inputs, **named)
+            try:                                        # as _naming does, without another call
+                return self.forward_tensors(*inputs, **named)
+            except _ABOUT_ARGUMENTS as error:
+                self._name(error)
+                raise
         if named:
             raise TypeError(f'{self.label()}: on arrays, arguments are positional, got keyword {", ".join(named)}')
         return self._naming(self.forward_arrays, *inputs)
@@ -728,10 +737,14 @@ class Layer(Module):
         """Call a function; prefix errors about its arguments with the name of the innermost layer."""
         try:
             return function(*inputs, **named)
-        except (TypeError, ValueError, IndexError, OverflowError) as error:
-            if not getattr(error, 'names_layer', False):
-                error.args, error.names_layer = (f'{self.label()}: {error}',), True     # type: ignore[union-attr]
+        except _ABOUT_ARGUMENTS as error:
+            self._name(error)
             raise
+
+    def _name(self, error: Any) -> None:
+        """Prefix an error with the name of this layer, unless it has the name of one."""
+        if not getattr(error, 'names_layer', False):
+            error.args, error.names_layer = (f'{self.label()}: {error}',), True
 
 
 def _accepts_place(init: Callable[..., None]) -> Callable[..., None]:
@@ -803,7 +816,7 @@ class KernelLayer(Layer):
         raise TypeError(f'{type(self).__name__}: expected float32, got float64: it has no formula for that dtype')
 
     def forward_tensors(self, *inputs: Any) -> Any:
-        if inputs and is_double(inputs[0]):
+        if inputs and inputs[0].array.dtype is not ndarray.FLOAT and is_double(inputs[0]):
             return self.in_double(*inputs)
         op, parameters, settings = self.op()
         return autograd.apply(op, *inputs, *self.constants(), **parameters, **settings)

@@ -14,18 +14,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import REAL, as_rows, byte_strides, element_strides, empty, gemm, launch
-from pyops.backend.kernels import Kernel, declare, product_of_shape
+from pyops.backend import REAL, as_rows, byte_strides, element_strides, empty, gemm, launch, note_product
+from pyops.backend.kernels import DGRAD, FWD, WGRAD, Kernel, Product, declare, product_of_shape
 from pyops.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pyops.formats import Format
     from pyops.params import Parameter
-    from pyops.typing import Array, Shape
+    from pyops.typing import Array, Shape, Sizes
 
 BLOCK = 128                                     # PYOPS_FP8_BLOCK
 _ALIGN = 16                                     # bytes: rows of codes begin at multiples of it
+_LEAST = 0                                      # the distance of rows: the least, whatever the number of rows of a plan's step
 _BLOCKS = {'tensor': 0, BLOCK: 1, '128x128': 2}     # block of a format -> pyops_fp8_scales
+
+# Of gemm_fp8: saving finds the arrays that were encoded, and those are no transposes.
+FP8_FWD = Product('fwd', {'x': 'a', 'w': 'b', 'y': 'c'})
+FP8_DGRAD = Product('dgrad', {'g': 'a', 'w': 'b', 'dx': 'c'})
+FP8_WGRAD = Product('wgrad', {'g': 'a', 'x': 'b'})
 
 
 class Matrix(NamedTuple):
@@ -75,8 +83,8 @@ def encode_both(x: Array, fmt: Format, name: str, transposed: str, kind: str = '
 
 def _launch(x: Array, fmt: Format, plain: Matrix | None, transposed: Matrix | None) -> None:
     R, C = x.shape
-    (codes, scales, ld), other = ((m.codes, m.scales, m.codes.shape[1]) if m else (None, None, 0) for m in (plain, transposed))
-    launch('fp8_encode', codes, other[0], scales, other[1], x, R, C, C, ld, other[2], fmt.scaled_scalars()[0],
+    (codes, scales), (other, its_scales) = ((m.codes, m.scales) if m else (None, None) for m in (plain, transposed))
+    launch('fp8_encode', codes, other, scales, its_scales, x, R, C, C, _LEAST, _LEAST, fmt.scaled_scalars()[0],
            _BLOCKS[fmt.option('block')])
 
 
@@ -91,8 +99,28 @@ def gemm_fp8(c: Array, a: Matrix, b: Matrix, bias: Array | None = None, accumula
     row, column = element_strides(c)
     if M and N > 1 and column != 1:
         raise ValueError(f'gemm_fp8: c: expected contiguous rows, got strides {byte_strides(c)}')
-    launch('gemm_fp8', c, a.codes, b.codes, a.scales, b.scales, bias, M, N, K, max(row, N), a.codes.shape[1], b.codes.shape[1],
-           a.format, b.format, a.blocks, b.blocks, accumulate, relu)
+    launch('gemm_fp8', c, a.codes, b.codes, a.scales, b.scales, bias, M, N, K, max(row, N), _LEAST, _LEAST, a.format,
+           b.format, a.blocks, b.blocks, accumulate, relu)
+
+
+def product_again(sizes: Sizes, array: Callable[[str], Any]) -> Array:
+    """Return the product (M, N) of a recorded gemm_fp8 alone, float32.   sizes, array: its scalars and arrays, by name"""
+    c = empty((sizes['M'], sizes['N']), np.float32)
+    scalars = dict(sizes, ldc=sizes['N'], accumulate=False)
+    names = 'M N K ldc lda ldb a_format b_format a_blocks b_blocks accumulate relu'.split()
+    launch('gemm_fp8', c, *map(array, ('a', 'b', 'a_scales', 'b_scales', 'bias')), *(scalars[name] for name in names))
+    return c
+
+
+def rounding_of(sizes: Sizes, shape: Shape, transposed: bool) -> tuple[Format, Any]:
+    """Return the Format of a recorded fp8_encode, and its axis in an array of this shape.
+
+    sizes: its scalars;  transposed: whether the transpose is used
+    """
+    from pyops import formats  # not at the top: it is used by tools only
+    fmt = formats.parse('fp8', elem=formats.ELEMENTS[sizes['format'] - 1],
+                        block=next(block for block, number in _BLOCKS.items() if number == sizes['blocks']))
+    return formats.of_grid(fmt.grid((sizes['R'], sizes['C']), int(not transposed)), shape, *fmt.scaled_scalars())
 
 
 def check_format(operand: str, fmt: Format) -> None:
@@ -100,7 +128,8 @@ def check_format(operand: str, fmt: Format) -> None:
     options = set(fmt.options) - {'elem', 'block'}
     if fmt.name != 'fp8' or options or fmt.option('block') not in _BLOCKS:
         raise UserError(f'{operand}={fmt}: tensor cores multiply fp8 or fp8:elem=e5m2, in blocks of 128 or with '
-                        'block=128x128 or block=tensor; give one of these, or leave out fp8=True to emulate it')
+                        'block=128x128 or block=tensor; give one of these, or emulate it with --precision bf16, in Python '
+                        'without fp8=True')
 
 
 def check_products(formats: dict[str, Format]) -> None:
@@ -114,6 +143,10 @@ def check_products(formats: dict[str, Format]) -> None:
                             f'give {product}={formats[found[0]]}')
 
 
+# of one x, for layers that all multiply it: {formats of fwd.x and wgrad.x: x in FP8, its transpose in FP8}
+Copies = dict[tuple['Format | None', 'Format | None'], tuple[Matrix | None, Matrix | None]]
+
+
 class Kept(NamedTuple):
     """Arrays that a linear layer saves for backward."""
     x: Array | Matrix               # x, or its transpose in FP8 for wgrad
@@ -121,23 +154,37 @@ class Kept(NamedTuple):
 
 
 class Fp8Products:
-    """The three products of a linear layer, as rounding.LinearProducts has them: weight (O, I), bias (O,) or None."""
+    """The three products of a linear layer, as rounding.LinearProducts has them: weight (O, I), bias (O,) or None.
+
+    recipe.weights is None, or the weights in FP8 by layer, which forward passes share (quantization.Family.same_weights)
+    """
     dtypes = REAL                   # of activations and their gradients
+    has_copies = True               # whether forward() has the argument copies
 
     def __init__(self, recipe: Any, name: str, weight: Parameter, bias: Parameter | None = None) -> None:
-        self.name, self.weight, self.bias = name, weight, bias
+        self.recipe, self.name, self.weight, self.bias = recipe, name, weight, bias
         self.formats: dict[str, Format] = recipe.of(name, 'linear')
         check_products(self.formats)
 
-    def forward(self, y: Array, x: Array, relu: bool = False) -> Kept:
-        """Compute y (..., O) from x (..., I) and return Kept."""
+    def forward(self, y: Array, x: Array, relu: bool = False, copies: Copies | None = None) -> Kept:
+        """Compute y (..., O) from x (..., I) and return Kept.
+
+        copies: of x, which is encoded only if they lack it in the formats of this layer;  None: there are none
+        """
         rows, bias = as_rows(x), self.bias and self.bias.value
-        qx, tx = self._encoded(rows, 'fwd.x', 'wgrad.x')
-        qw, tw = self._encoded(self.weight.value, 'fwd.w', 'dgrad.w')
+        copies, formats = {} if copies is None else copies, (self.formats.get('fwd.x'), self.formats.get('wgrad.x'))
+        if formats not in copies:
+            copies[formats] = self._encoded(rows, 'fwd.x', 'wgrad.x')
+        qx, tx = copies[formats]
+        weights = {} if self.recipe.weights is None else self.recipe.weights
+        if self.name not in weights:
+            weights[self.name] = self._encoded(self.weight.value, 'fwd.w', 'dgrad.w')
+        qw, tw = weights[self.name]
         if qx and qw:
             gemm_fp8(as_rows(y), qx, qw, bias, relu=relu)
         else:
             gemm(as_rows(y), rows, self.weight.operand(x.dtype).T, bias, relu=relu)
+        note_product(self, FP8_FWD if qx and qw else FWD, weight=self.weight, bias=self.bias, rows=x.shape[:-1])
         return Kept(tx or rows, tw)
 
     def backward(self, g: Array, kept: Kept, dx: Array | None = None, accumulate: bool = False) -> None:
@@ -150,12 +197,14 @@ class Fp8Products:
                      kept.x if isinstance(kept.x, Matrix) else self._transposed(kept.x, 'wgrad.x'), accumulate=True)
         else:
             gemm(w.grad, g.T, kept.x, accumulate=True)
+        note_product(self, FP8_WGRAD if 'wgrad.g' in self.formats else WGRAD, weight=w)
         if dx is None:
             return
         if qg:
             gemm_fp8(as_rows(dx), qg, kept.w or self._transposed(w.value, 'dgrad.w'), accumulate=accumulate)
         else:
             gemm(as_rows(dx), g, w.operand(g.dtype), accumulate=accumulate)
+        note_product(self, FP8_DGRAD if qg else DGRAD, weight=w)
 
     def _encoded(self, x: Array, plain: str, transposed: str,
                  kind: str = 'intermediate') -> tuple[Matrix | None, Matrix | None]:
@@ -172,4 +221,4 @@ class Fp8Products:
         return encode_transposed(x, self.formats[operand], f'{self.name}.{operand}', kind)
 
 
-declare(fp8_encode=Kernel(), gemm_fp8=Kernel(product_of_shape))
+declare(fp8_encode=Kernel(rounds='x'), gemm_fp8=Kernel(product_of_shape))

@@ -62,6 +62,9 @@ class Linear:
              step; results do not change
     """
 
+    same_launches = True            # see pyops/backend/recorded_ops.py
+    has_copies = False              # whether layers with one input share copies of it: see forward_each
+
     class Ctx(NamedTuple):
         x: Array
 
@@ -138,6 +141,20 @@ class Linear:
     @staticmethod
     def example(normal: Normal) -> Example:
         return [normal(2, 3, 4)], dict(weight=normal(5, 4), bias=normal(5))
+
+
+def forward_each(layers: Sequence[Linear], x: Array, outs: Sequence[Array | None] | None = None,
+                 copies: dict[Any, Any] | None = None) -> list[tuple[Any, Any]]:
+    """Return y and the ctx of each layer for the same x (..., I), which is encoded once for all that multiply it in FP8.
+
+    outs: the `out` of each layer;  copies: of x, shared with other layers; see fp8.Copies
+    """
+    copies = {} if copies is None else copies
+    results = []
+    for layer, out in zip(layers, outs or [None] * len(layers), strict=True):
+        named: dict[str, Any] = {} if out is None else {'out': out}
+        results.append(layer.forward(x, **named | ({'copies': copies} if layer.has_copies else {})))
+    return results
 
 
 class JoinedLinear(Linear):

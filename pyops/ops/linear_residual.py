@@ -7,13 +7,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pyops.backend import as_rows, check, empty, launch
+from pyops.ops.dropout import Dropout
+from pyops.ops.layer_norm import LayerNorm
 from pyops.ops.linear import Linear
 from pyops.ops.residual import Residual
 from pyops.ops.residual_norm import ResidualNorm
 
 if TYPE_CHECKING:
+    from pyops.autograd import Tensor
     from pyops.params import Parameter
-    from pyops.typing import Array, Example, Normal
+    from pyops.typing import Array, Example, Normal, TensorGradients
+
+
+def _backward_on_tensors(linear: Linear, dropout: Dropout, dy: Any, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
+    """Return the gradients of x, residual, weight and bias.   dy: of the sum;  ctx: with x and step"""
+    (dx,), gradients = linear.backward_on_tensors(_dropped(dropout, dy, ctx.step), ctx, parameters)
+    return (dx, dy), gradients
+
+
+def _dropped(dropout: Dropout, x: Tensor, step: Array | None) -> Tensor:
+    from pyops.ops.array import call
+    return x if step is None else call(dropout, x, step)
 
 
 class LinearResidual:
@@ -31,8 +45,8 @@ class LinearResidual:
     """
 
     class Ctx(NamedTuple):
-        linear: Any
-        residual: Any
+        x: Array
+        step: Array | None         # None: no dropout
 
     def __init__(self, weight: Parameter, bias: Parameter | None = None, p: float = 0.0, key: int = 0,
                  name: str | None = None) -> None:
@@ -43,7 +57,7 @@ class LinearResidual:
         if step is not None:
             check('step', step, (1,), np.int64)
         y, ctx = self.linear.forward(x, into=functools.partial(self._product, residual, step))
-        return y, self.Ctx(ctx, Residual.Ctx(y.shape, step if self.p else None))
+        return y, self.Ctx(ctx.x, step if self.p else None)
 
     def _product(self, residual: Array, step: Array | None, x: Array, weight: Array, bias: Array | None) -> Array:
         shape = *x.shape[:-1], len(weight)
@@ -55,8 +69,12 @@ class LinearResidual:
 
     def backward(self, dy: Array, ctx: Ctx) -> tuple[Array | None, Array]:
         """Return dx and dresidual."""
-        dresidual, branch = self.connection.backward(dy, ctx.residual)
-        return self.linear.backward(branch, ctx.linear), dresidual
+        shape = *ctx.x.shape[:-1], len(self.linear.weight.value)
+        dresidual, branch = self.connection.backward(dy, Residual.Ctx(shape, ctx.step))
+        return self.linear.backward(branch, Linear.Ctx(ctx.x)), dresidual
+
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
+        return _backward_on_tensors(self.linear, Dropout(self.p, self.key), dy, ctx, parameters)
 
     @staticmethod
     def reference(x: np.ndarray, residual: np.ndarray, step: np.ndarray | None = None, *, weight: np.ndarray,
@@ -76,7 +94,7 @@ class LinearResidualNorm:
     Forward  sum = residual + (x weight' + bias) * keep / (1 - p), as in LinearResidual;  y = layer norm of sum
     Backward dresidual = gradient of sum, as in LayerNorm;  db = dresidual * keep / (1 - p);
              dx, dweight and dbias as in Linear, of db
-    Saves    as Linear and ResidualNorm
+    Saves    as Linear and ResidualNorm; residual, which only second derivatives read
     Errors   as in Linear and ResidualNorm
     Source   as in Linear and ResidualNorm
     Notes    bit-equal to Linear and ResidualNorm.  On a GPU a large product of bfloat16 adds its result to the residual,
@@ -84,10 +102,14 @@ class LinearResidualNorm:
     """
 
     class Ctx(NamedTuple):
-        linear: Any
-        norm: ResidualNorm.Ctx
+        x: Array
+        residual: Array
+        sum: Array
+        mean: Array
+        rstd: Array
+        step: Array | None         # None: no dropout
 
-    def __init__(self, weight: Parameter, bias: Parameter, norm_weight: Parameter, norm_bias: Parameter, p: float = 0.0,
+    def __init__(self, weight: Parameter, bias: Parameter | None, norm_weight: Parameter, norm_bias: Parameter, p: float = 0.0,
                  key: int = 0, eps: float = 1e-5, name: str | None = None) -> None:
         self.linear, self.p, self.key, self.eps = Linear(weight, bias, name), p, key, eps
         name = self.linear.name
@@ -96,12 +118,22 @@ class LinearResidualNorm:
     def forward(self, x: Array, residual: Array, step: Array | None = None) -> tuple[Array, Ctx]:
         check('residual', residual, (*np.shape(x)[:-1], len(self.linear.weight.value)), x.dtype)
         (y, norm), linear = self.linear.forward(x, into=functools.partial(self.norm.forward_of_product, residual, step))
-        return y, self.Ctx(linear, norm)
+        return y, self.Ctx(linear.x, residual, *norm)
 
     def backward(self, dy: Array, ctx: Ctx) -> tuple[Array | None, Array]:
         """Return dx and dresidual."""
-        dresidual, branch = self.norm.backward(dy, ctx.norm)
-        return self.linear.backward(branch, ctx.linear), dresidual
+        dresidual, branch = self.norm.backward(dy, ResidualNorm.Ctx(ctx.sum, ctx.mean, ctx.rstd, ctx.step))
+        return self.linear.backward(branch, Linear.Ctx(ctx.x)), dresidual
+
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
+        dropout, branch = Dropout(self.p, self.key), ctx.x @ parameters['weight'].T
+        branch = branch + parameters['bias'] if 'bias' in parameters else branch
+        total = ctx.residual + _dropped(dropout, branch, ctx.step)
+        of_norm = {name: parameters[f'norm_{name}'] for name in ('weight', 'bias')}
+        norm: Any = self.norm           # has eps, as a LayerNorm
+        (dsum,), of_norm = LayerNorm.backward_on_tensors(norm, dy, LayerNorm.Ctx(total, ctx.mean, ctx.rstd), of_norm)
+        inputs, gradients = _backward_on_tensors(self.linear, dropout, dsum, ctx, parameters)
+        return inputs, gradients | {f'norm_{name}': gradient for name, gradient in of_norm.items()}
 
     @staticmethod
     def reference(x: np.ndarray, residual: np.ndarray, step: np.ndarray | None = None, *, weight: np.ndarray,

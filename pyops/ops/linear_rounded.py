@@ -28,6 +28,7 @@ class QuantizedLinear(Linear):
     def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.products = products_of(recipe, self.name, self.weight, self.bias)
+        self.has_copies = self.products.has_copies
 
     backward_on_tensors = None      # type: ignore[assignment]  # the formula of the plain op does not round
 
@@ -35,12 +36,14 @@ class QuantizedLinear(Linear):
     def layers(name: str) -> list[tuple[str, str]]:
         return [(name, 'linear')]
 
-    def forward(self, x: Array, out: Array | None = None) -> tuple[Array, Ctx]:
+    def forward(self, x: Array, out: Array | None = None, copies: Any = None) -> tuple[Array, Ctx]:  # type: ignore[override]
+        """Return y, which is `out` if it is given, and the ctx.   copies: as in Fp8Products.forward, if has_copies"""
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I), self.products.dtypes)
         y = empty((*x.shape[:-1], O), x.dtype, f'{self.name}.y') if out is None else out
         check('y', y, (*x.shape[:-1], O), x.dtype)
-        return y, self.Ctx(x.shape, self.products.forward(y, x))
+        named: dict[str, Any] = {} if copies is None else {'copies': copies}
+        return y, self.Ctx(x.shape, self.products.forward(y, x, **named))
 
     def backward(self, dy: Array, ctx: Ctx, want_dx: bool = True, into: Array | None = None) -> Array | None:
         """Return dx, or None with want_dx=False.  into: add dx to this array, which may be dy, and return it."""

@@ -84,6 +84,7 @@ class LinearProducts:
     Forward  y = x w' + bias, summed over I;  dgrad dx = g w, over O;  wgrad dw += g' x, over the rows
     """
     dtypes = np.dtype(np.float32)           # of activations and their gradients
+    has_copies = False                      # each layer rounds its input, under its own name and with its own random numbers
 
     def __init__(self, recipe: Any, name: str, weight: Parameter, bias: Parameter | None = None, inputs_first: bool = False,
                  steps: bool = False) -> None:
@@ -119,7 +120,7 @@ class LinearProducts:
 
 def products_of(recipe: Any, name: str, weight: Parameter, bias: Parameter | None) -> LinearProducts | Fp8Products:
     """Return the products of a linear layer: emulated, or by tensor cores in FP8 if the recipe says so."""
-    if not getattr(recipe, 'fp8', False):
+    if not recipe.fp8:
         return LinearProducts(recipe, name, weight, bias)
     from pyops.ops.fp8 import Fp8Products
     return Fp8Products(recipe, name, weight, bias)

@@ -1,4 +1,5 @@
 """The number of kernel launches of a training step on a GPU, at real sizes, from the emulator's list of launches."""
+import collections
 import json
 import re
 import subprocess
@@ -17,7 +18,8 @@ from scripts.generated import text
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
 # As in docs/cuda.md.  On a GPU a small kernel takes about as long as its launch.
 LAUNCHES = {('seq2seq', 'fp32'): (38, 30), ('seq2seq', 'bf16'): (39, 31), ('transformer', 'fp32'): (87, 87),
-            ('transformer', 'bf16'): (89, 89), ('base', 'bf16'): (315, 315), ('gpt2', 'bf16'): (265, 265)}
+            ('transformer', 'bf16'): (89, 89), ('transformer', 'fp8'): (242, 242), ('base', 'bf16'): (315, 315),
+            ('base', 'fp8'): (694, 694), ('gpt2', 'bf16'): (265, 265)}
 
 
 @pytest.mark.parametrize('step,precision', LAUNCHES)
@@ -70,14 +72,49 @@ def test_many_steps_of_the_digits_are_counted_as_the_program_launches_them(tmp_p
         bench_launches.precisions_of('mnist', 'bf16')
 
 
-def test_a_step_in_two_parts_rounds_its_weights_once(tmp_path):
+def test_steps_without_layers_in_fp8_are_not_counted_in_it():
+    with pytest.raises(UserError, match='^--precision fp8: gpt2 has no layers that multiply in FP8; name transformer or base'):
+        bench_launches.precisions_of('gpt2', 'fp8')
+    assert [bench_launches.precisions_of(step, None)[-1] for step in ('transformer', 'gpt2')] == ['fp8', 'bf16']
+    assert list(bench_launches.steps_in('fp8', False)) == ['transformer', 'base']
+    assert 'mnist' in bench_launches.steps_in(None, False) and 'mnist' not in bench_launches.steps_in(None, True)
+
+
+@pytest.mark.parametrize('precision', ['bf16', 'fp8'])
+def test_a_step_in_two_parts_rounds_its_weights_once(precision, tmp_path):
     found, _ = listed([sys.executable, '-m', 'transformer.train', '-g', '1', '-f', 'embedded', '--pairs', '400', '--min-count',
-                       '1', '-b', '40', '--accumulate', '2', '-e', '1', '--precision', 'bf16', '--hold-out', '0', '-c',
+                       '1', '-b', '40', '--accumulate', '2', '-e', '1', '--precision', precision, '--hold-out', '0', '-c',
                        str(tmp_path)])
     kernels = [launch.kernel for launch in found]
     first, _, third, *_ = [i for i, kernel in enumerate(kernels) if kernel == 'pack_pairs']
     assert kernels[first:third].count('convert') == 1
     assert kernels[first:third].count('root_of_squares') == 1       # it is one step
+    weights, gradients, inputs = 32, 32, 21
+    assert kernels[first:third].count('fp8_encode') == (weights + 2 * (gradients + inputs)) * (precision == 'fp8')
+
+
+OF_AN_ENCODER_LAYER = """
+import numpy as np
+from pyops import nn
+from pyops.autograd import Tensor
+from pyops.nn import attention
+from pyops.ndarray import use_gpu
+device = use_gpu()
+{patch}
+layer = nn.TransformerEncoderLayer(512, 8, 2048, 0.1)
+layer.reset_parameters(0)
+layer(Tensor(np.zeros((64, 32, 512), np.float32), requires_grad=True)).sum().backward()
+device.synchronize()
+"""
+
+
+def test_a_transformer_layer_launches_fewer_kernels_if_products_add_their_results_to_the_residual():
+    separate, joined = (
+        collections.Counter(launch.kernel for launch in
+                            listed([sys.executable, '-c', OF_AN_ENCODER_LAYER.format(patch=patch)])[0])
+        for patch in ('attention._joins = lambda *given: False', ''))
+    assert separate['drop'] - joined['drop'] == 2 * 2           # of two sublayers, forward and backward
+    assert separate.total() - joined.total() == 2 * 2 + 2       # and two residual sums
 
 
 def test_an_estimate_is_the_longest_of_operations_bytes_and_latency():
@@ -86,6 +123,8 @@ def test_an_estimate_is_the_longest_of_operations_bytes_and_latency():
              Call('gru_forward', 1e3, 8.0, 9, [early] * 2), Call('gemm', 0.0, 8.0, 1, [early])]
     assert [round(1e6 * call.seconds('bf16'), 2) for call in calls] == [4.0, 3.0, 7.69, 0.85]
     assert round(1e6 * calls[0].seconds('tf32'), 2) == 8.0
+    assert calls[0].seconds('fp8') == calls[0].seconds('bf16')              # of a step in FP8, but another product
+    assert round(calls[0].seconds('bf16') / calls[0]._replace(function='gemm_fp8').seconds('fp8'), 2) == 2.0
     lines = estimate('some', 'bf16', [launch for call in calls for launch in call.launches], calls).splitlines()
     assert lines[2:] == ['| `gru_forward` | 2 | 0.0 | 0.0 | 7.7 | 4.6 | 2.3 |', '| `gemm` | 2 | 2.4 | 0.0 | 4.9 | 4.6 | 2.3 |',
                          '| `adam` | 1 | 0.0 | 8.0 | 3.0 | 2.3 | 0.0 |', '| all | 5 | 2.4 | 8.0 | 15.5 | 11.4 | 4.6 |', '',
