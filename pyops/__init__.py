@@ -3,6 +3,7 @@
 __version__ = '0.1.0'
 PRECISIONS = 'fp32', 'tf32', 'bf16'     # of the factors of matrix products, in the order of pyops_set_precision
 CPU_PRECISIONS = 'fp32', 'bf16'
+FP8 = 'fp8'                             # of the linear layers of transformer.train: see pyops.ops.fp8
 COMPUTE_TYPES = 'float32', 'bf16', 'int8'       # of inference: see pyops.compute
 
 # name -> the module it is imported from on first use, so that `import pyops` itself is cheap

@@ -68,7 +68,7 @@ def tensor(x: Numbers, like: Tensor | None = None) -> Tensor:
 
 def is_double(x: Tensor) -> bool:
     """Return whether x is float64, so that a formula of array ops replaces a kernel, which takes float32."""
-    return x.array.dtype == np.float64 and not is_interpreted()
+    return x.array.dtype == ndarray.DOUBLE and not is_interpreted()
 
 
 # ---- element by element ------------------------------------------------------------------------------------------------
@@ -188,15 +188,15 @@ def hardswish(x: Numbers, inplace: bool = False) -> Tensor:
 
 
 def hardshrink(x: Numbers, lambd: float = 0.5) -> Tensor:
-    """Return x where |x| > lambd, else 0."""
+    """Return 0 where |x| <= lambd, else x."""
     x = tensor(x)
-    return where(abs(x) > lambd, x, 0.0)
+    return where(abs(x) <= lambd, 0.0, x)
 
 
 def softshrink(x: Numbers, lambd: float = 0.5) -> Tensor:
     """Return x moved towards 0 by lambd, and 0 where |x| <= lambd."""
     x = tensor(x)
-    return where(abs(x) > lambd, x - x.detach().sign() * lambd, 0.0)
+    return where(abs(x) <= lambd, 0.0, x - x.detach().sign() * lambd)
 
 
 def tanhshrink(x: Numbers) -> Tensor:
@@ -839,14 +839,17 @@ def group_norm(x: Numbers, num_groups: int, weight: Numbers | None = None, bias:
                eps: float = 1e-5) -> Tensor:
     """Normalise each group of channels of each sample to mean 0 and variance 1, scale by weight, add bias.
 
-    x (N, C, ...), weight and bias (C,) or None;  num_groups divides C
+    x (N, C, ...), weight and bias (C,) or None;  num_groups divides C.  ValueError for a group of fewer than 2 values.
     """
     x = tensor(x)
     N, C = x.shape[:2]
     if num_groups < 1 or C % num_groups:
         raise ValueError(f'group_norm: num_groups: expected a divisor of {C} channels, got {num_groups}')
+    size = math.prod(x.shape[1:]) // num_groups
+    if size < 2:
+        raise ValueError(f'group_norm: expected at least 2 values per group, got {size} for x of shape {x.shape}')
     # a group of a sample is a channel of one sample of a batch norm
-    y = batch_norm(x.reshape(1, N * num_groups, -1), None, None, training=True, eps=eps).reshape(x.shape)
+    y = batch_norm(x.reshape(1, N * num_groups, size), None, None, training=True, eps=eps).reshape(x.shape) if N else x
     per_channel = (C, *[1] * (x.ndim - 2))
     y = y if weight is None else y * tensor(weight).reshape(per_channel)
     return y if bias is None else y + tensor(bias).reshape(per_channel)
@@ -1680,6 +1683,10 @@ def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *,
     Anything but ignore_index is computed with array ops, which store the logarithms of all rows.
     A mean over no rows is NaN, with the gradient 0; on a GPU, in plans and for arrays it is 0.
     """
+    if (x.__class__ is Tensor and labels.__class__ is Tensor and weight is None and reduction == 'mean'
+            and not label_smoothing and type(ignore_index) is int and len(x.array.shape) == 2 and len(labels.array.shape) == 1
+            and x.array.dtype is ndarray.FLOAT and labels.array.dtype is ndarray.INT and not is_interpreted()):
+        return _mean_cross_entropy(x, labels, ignore_index)         # the usual case
     check_class_weight('cross_entropy', weight)
     check_ignore_index('cross_entropy', ignore_index)
     check_reduction('cross_entropy', reduction)
@@ -1696,17 +1703,22 @@ def cross_entropy(x: Numbers, labels: Numbers, weight: Numbers | None = None, *,
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         ids = labels if labels.ndim == 1 else labels.reshape(-1)
         if not is_double(x):
-            loss = as_scalar(apply(CrossEntropy, rows, ids, ignore=ignore_index))
-            return loss + math.nan if _is_mean_of_none(loss, ids, ignore_index) else loss
+            return _mean_cross_entropy(rows, ids, ignore_index)
         found = np.flatnonzero(ids.numpy() != ignore_index)
         return -log_softmax(rows)[found, ids.numpy()[found]].sum() / (len(found) or math.nan)
     return _negative_logs(log_softmax(x), labels, ignore_index, weight, reduction, label_smoothing)
 
 
+def _mean_cross_entropy(x: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Return cross_entropy of x (R, C) float32 and labels (R,) int32 by its kernel."""
+    loss = as_scalar(apply(CrossEntropy, x, labels, ignore=ignore_index))
+    return loss + math.nan if _is_mean_of_none(loss, labels, ignore_index) else loss
+
+
 def _is_mean_of_none(loss: Tensor, ids: Tensor, ignore_index: int) -> bool:
     """Return whether the kernel's loss 0 is a mean over no rows.  Not asked on a GPU, which would wait, and in plans, which
     would record the answer."""
-    if is_interpreted() or backend.is_recorded() or not loss.device.is_host or loss.array.numpy() != 0:
+    if is_interpreted() or backend.is_recorded() or not loss.array.buffer.device.is_host or loss.array.item() != 0:
         return False
     return bool((ids.numpy() == ignore_index).all())
 

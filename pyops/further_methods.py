@@ -39,9 +39,14 @@ class FurtherMethods(TorchMethods):
 
     def arcsinh(self) -> Self:
         """Return the number whose hyperbolic sine is x."""
-        size = abs(self)
-        square = size * size
-        return self._function('where')(self < 0, -1.0, 1.0) * (size + square / ((square + 1).sqrt() + 1)).log1p()
+        where = self._function('where')
+        sign = where(self < 0, -1.0, 1.0)
+        size = self * sign                                      # unlike abs(x) it has a gradient at 0
+        is_large = size > 1e9                                   # there the result is log(2 x) to the last bit
+        x = where(is_large, 1.0, size)
+        square = x * x
+        small = (x + square / ((square + 1).sqrt() + 1)).log1p()
+        return where(is_large, where(is_large, size, 1.0).log() + math.log(2), small) * sign
 
     def arccosh(self) -> Self:
         """Return the number >= 0 whose hyperbolic cosine is x; NaN below 1."""
@@ -75,9 +80,9 @@ class FurtherMethods(TorchMethods):
         return abs(self) * np.where(np.signbit(_numpy(other)), -1.0, 1.0).astype(np.float32)
 
     def heaviside(self, values: Numbers) -> Self:
-        """Return 0 for negative elements, 1 for positive ones and `values` for 0; without a gradient."""
+        """Return 0 for negative elements, 1 for positive ones, `values` for 0 and NaN for NaN; without a gradient."""
         x, where = self._plain(), self._plain()._function('where')
-        return self._constant(where(x == 0, getattr(values, 'array', values), where(x < 0, 0.0, 1.0)))
+        return self._constant(where(x == 0, getattr(values, 'array', values), where(x < 0, 0.0, where(x > 0, 1.0, x))))
 
     def fmax(self, other: Numbers) -> Self:
         """Return the larger of x and other; of a number and NaN the number."""

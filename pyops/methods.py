@@ -560,8 +560,9 @@ class Methods:
     @accepts_torch_names
     def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, correction: int | None = None,
             unbiased: bool | None = None, where: Numbers | None = None) -> Self:
-        """Return the standard deviation, the square root of `var`."""
-        return self.var(axis, ddof, keepdims, correction, unbiased, where).sqrt()
+        """Return the standard deviation, the square root of `var`; the gradient of equal elements is 0."""
+        var, choose = self.var(axis, ddof, keepdims, correction, unbiased, where), self._function('where')
+        return choose(var == 0, 0.0, choose(var == 0, 1.0, var).sqrt())
 
     @accepts_torch_names
     def prod(self, axis: Axis = None, keepdims: bool = False) -> Self:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from pyops import backend
+from pyops import FP8, backend
 from pyops.backend import row_major, small
 from pyops.backend.arrays import MAX_AXES, Array
 from pyops.backend.device import DLPACK_CUDA, Buffer
@@ -132,9 +132,15 @@ def default_device() -> Device:
 
 
 def use_gpu(precision: str = 'fp32') -> GPU:
-    """Allocate all new arrays on the GPU, including the results of ops, and return the device."""
+    """Allocate all new arrays on the GPU, including the results of ops, and return the device.
+
+    precision: 'fp32', 'tf32' or 'bf16', of the factors of products;  'fp8': as bf16, and linear layers of models made from now
+    on whose operands a recipe rounds to fp8 multiply in it (pyops.quantization).
+    UserError if there is no GPU, or it cannot multiply in FP8
+    """
     device = gpu()
-    device.precision, device.storage = precision, 'fp32'
+    device.fp8 = precision == FP8
+    device.precision, device.storage = 'bf16' if device.fp8 else precision, 'fp32'
     backend.use(device)
     return device
 

@@ -115,11 +115,16 @@ class TorchMethods(Methods):
     def hypot(self, other: Numbers) -> Self:
         """Return sqrt(x^2 + other^2)."""
         other = self._operand(other)
-        return (self * self + other * other).sqrt()
+        size = abs(self).maximum(abs(other))
+        is_extreme = (size > 1e18) & (size < math.inf) | (size < 1e-18) & (size > 0)       # the squares leave float32's range
+        scale = self._function('where')(is_extreme, size, 1.0)
+        x, y = self / scale, other / scale
+        return (x * x + y * y).sqrt() * scale
 
     def logaddexp(self, other: Numbers) -> Self:
         """Return log(e^x + e^other), without overflow."""
-        difference = self - other
+        other = self._operand(other)
+        difference = self._function('where')(self == other, 0.0, self - other)         # of two infinities, too
         return self.maximum(other) + (-abs(difference)).exp().log1p()
 
     def xlogy(self, other: Numbers) -> Self:

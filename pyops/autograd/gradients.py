@@ -15,13 +15,16 @@ import numpy as np
 from pyops import backend, ndarray
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import KernelCall, Recorded, as_array, as_ndarray, has_nan, kernel_array, parent_of, wrap
+from pyops.backend import state
+from pyops.backend.arrays import row_major
+from pyops.backend.host import HOST
 from pyops.ndarray import NDArray
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyops.autograd import Tensor
-    from pyops.autograd.tape import Node, Parent
+    from pyops.autograd.tape import Node, Parent, RecordedForward
     from pyops.backend.device import Device
     from pyops.typing import Shape
 
@@ -48,7 +51,9 @@ class _Backward:
             node, output = parent
             slots = self.nodes.get(node)
             if slots is None:
-                slots = self.nodes[node] = [[None, False] for _ in node.outputs]
+                slots = self.nodes[node] = [[None, False]]
+                for _ in node.outputs[1:]:
+                    slots.append([None, False])
                 heapq.heappush(self.heap, (-node.number, node))
             return slots[output]
         slot = self.leaves.get(id(parent))
@@ -95,19 +100,27 @@ class _Backward:
             while self.heap:
                 _, node = heapq.heappop(self.heap)
                 slots = self.nodes.pop(node)
-                for i, slot in enumerate(slots):
-                    if node.hooks and slot[0] is not None:
-                        slot[0] = self.hooked(node.hooks.get(i), slot[0])
-                    if self.captured and (node, i) in self.captured:
-                        self.captured[node, i] = slot[0]
+                if node.hooks or self.captured:
+                    self.notify(node, slots)
                 if self.relevant is None or node in self.relevant:
                     node.check()
-                    step = self.kernel_op if isinstance(node.op, KernelCall) else self.array_op
-                    step(node, [slot[0] for slot in slots])
+                    if node.op.__class__ is not KernelCall:
+                        self.array_op(node, [slot[0] for slot in slots])
+                    elif node.call is None or self.create_graph or not self.recorded_op(node, node.call, slots[0][0]):
+                        self.kernel_op(node, slots[0][0])
                     if not self.retain_graph:
                         node.free()
         finally:
             mode.grad = before
+
+    def notify(self, node: Node, slots: list[list[Any]]) -> None:
+        """Call the hooks of the outputs of a node with their gradients, which are complete, and note those that grad() asked
+        for."""
+        for i, slot in enumerate(slots):
+            if node.hooks and slot[0] is not None:
+                slot[0] = self.hooked(node.hooks.get(i), slot[0])
+            if self.captured and (node, i) in self.captured:
+                self.captured[node, i] = slot[0]
 
     def hooked(self, hooks: dict[int, Any] | None, gradient: Any) -> Any:
         """Return the gradient after all hooks: each gets it as a Tensor, and may return another one of the same shape."""
@@ -140,45 +153,54 @@ class _Backward:
             gradients = (gradients,)
         for parent, gradient, needed in zip(node.parents, gradients, wanted, strict=False):     # ids come last and have none
             if needed and gradient is not None:
-                shape = parent[0].outputs[parent[1]][0] if type(parent) is tuple else parent.shape
+                shape, dtype, _ = parent[0].outputs[parent[1]] if type(parent) is tuple else parent.kind
                 if gradient.shape != shape:
                     raise RuntimeError(f'{node.name}: its backward returned a gradient of shape {gradient.shape} '
                                        f'for an input of shape {shape}')
                 if mode.anomaly and has_nan(gradient):
                     raise RuntimeError(f'detect_anomaly: {node.name}: its backward computed a gradient with a NaN for an input '
                                        f'of shape {shape}; the gradient of its output has none')
-                self.add(parent, gradient)
+                # float64, if another input has it
+                self.add(parent, gradient if gradient.dtype is dtype else gradient.astype(dtype))
 
-    def kernel_op(self, node: Node, dys: list[Any]) -> None:
+    def kernel_op(self, node: Node, dy: Any) -> None:
         """Run the backward of a kernel op, which adds to the gradients of its parameters itself."""
-        kernel, dy = node.op, dys[0]
-        wanted = [*map(self.wanted, node.parents)] if self.relevant is not None else [p is not None for p in node.parents]
-        device, n = node.outputs[0][2], len(node.parents) - len(kernel.parameters)
+        kernel, parents = node.op, node.parents
+        wanted = [*map(self.wanted, parents)] if self.relevant is not None else [p is not None for p in parents]
+        device, n = node.outputs[0][2], len(parents) - len(kernel.parameters)
         if self.create_graph:
             self.pass_on(node, self.derivatives(node, dy, device, n), wanted)
             return
-        if not kernel.parameters or self.adds_to_entries(kernel, node.parents[n:]):
-            op, sums = kernel.one, [leaf.grad.array for leaf in node.parents[n:]]
-        else:
-            sums = [self.sum_of(parent) if needed else ndarray.zeros(value.shape, device=device)
-                    for parent, needed, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
-            op = kernel.make([device.kernel_array(d) for d in sums])
-        options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}      # type: ignore[arg-type]
-        dy = dy.compact()
+        wants_dx = True in wanted[:n]
+        op, sums = kernel.one, []
+        if kernel.parameters:
+            leaves = parents[n:]
+            if self.adds_to_entries(kernel, leaves):
+                sums = [leaf.grad.array for leaf in leaves]
+            else:
+                sums = [self.sum_of(parent) if needed else ndarray.zeros(value.shape, device=device)
+                        for parent, needed, (_, _, value) in zip(leaves, wanted[n:], kernel.parameters, strict=True)]
+                op = kernel.make([device.kernel_array(d) for d in sums])
+        options = {} if wants_dx or not _skips_dx(type(op)) else {'want_dx': False}      # type: ignore[arg-type]
+        if not dy.is_compact():
+            dy = dy.copy()
         given = kernel_array(dy, device)
         if node.is_scalar:
             given = given.reshape(1)
-        if device is backend.current_device():
-            gradients = op.backward(given, node.ctx, **options)
+        ctx = node.ctx if node.call is None else type(node.ctx)(*[kernel_array(x, device) for x in node.ctx])
+        if device is state.device:
+            gradients = op.backward(given, ctx, **options)
         else:
             with backend.on(device):
-                gradients = op.backward(given, node.ctx, **options)
-        for d, (_, name, _) in zip(sums, kernel.parameters, strict=True):
+                gradients = op.backward(given, ctx, **options)
+        for d in sums:
             d.buffer.version += 1
-            if mode.anomaly and has_nan(d):
-                raise RuntimeError(f'detect_anomaly: {node.name}: its backward computed a gradient with a NaN for {name} of '
-                                   f'shape {d.shape}; the gradient of its output has none')
-        if not any(wanted[:n]):
+        if mode.anomaly:
+            for d, (_, name, _) in zip(sums, kernel.parameters, strict=True):
+                if has_nan(d):
+                    raise RuntimeError(f'detect_anomaly: {node.name}: its backward computed a gradient with a NaN for {name} '
+                                       f'of shape {d.shape}; the gradient of its output has none')
+        if not wants_dx:
             return
         known, arrays = {id(given): dy}, []         # Residual returns dy itself, twice: keep them identical
         for gradient, needed in zip(gradients if type(gradients) is tuple else (gradients,), wanted, strict=False):
@@ -187,12 +209,49 @@ class _Backward:
             arrays.append(known.get(id(gradient)))
         self.pass_on(node, arrays, wanted)
 
+    def recorded_op(self, node: Node, call: RecordedForward, dy: NDArray) -> bool:
+        """Run the backward of a kernel op whose forward was recorded: one call runs its kernels.  Return whether it ran; else
+        the op itself has to, as for a gradient in other memory, gradients of parameters elsewhere, and while a plan records."""
+        kernel, ctx, parents = node.op, node.ctx, node.parents
+        n = len(parents) - len(kernel.parameters)
+        leaves = parents[n:]
+        if (dy.buffer.device is not HOST or state.hooked_thread is not None or state.device is not HOST or mode.anomaly
+                or dy.dtype is not node.outputs[0][1] or dy.strides != row_major(dy.shape)
+                or (leaves and not self.adds_to_entries(kernel, leaves))):
+            return False
+        wants_dx = False
+        for parent in parents[:n]:
+            wants_dx = wants_dx or parent is not None and (self.relevant is None or self.wanted(parent))
+        skips_dx = not wants_dx and _skips_dx(type(kernel.one))         # type: ignore[arg-type]
+        launches = call.backwards.get(skips_dx) or call.backward(kernel.one, ctx, skips_dx)
+        if launches is None:
+            return False
+        pointers = []
+        try:
+            for x in (dy, *ctx):
+                pointers.append(x.buffer.pointer + x.offset)
+        except TypeError:               # the pointer of freed memory is None
+            return False
+        new = launches.run(NDArray, pointers)
+        if new is None:
+            return False
+        for leaf in leaves:
+            leaf.grad.array.buffer.version += 1
+        if wants_dx:
+            for parent, i in zip(parents, launches.results, strict=False):
+                if i is not None and parent is not None and (self.relevant is None or self.wanted(parent)):
+                    self.add(parent, new[i])
+        return True
+
     def adds_to_entries(self, kernel: KernelCall, leaves: list[Any]) -> bool:
         """Return whether backward may add to the gradients of the entries of a kernel op: they are the .grad of all its
         parameters, each is wanted, and no hook waits for it."""
-        return kernel.entries is not None and self.accumulate and self.relevant is None and all([
-            leaf is not None and leaf.entry is entry and leaf.requires_grad and not getattr(leaf, '_hooks', None)
-            for leaf, entry in zip(leaves, kernel.entries, strict=True)])
+        if kernel.entries is None or not self.accumulate or self.relevant is not None:
+            return False
+        for leaf, entry in zip(leaves, kernel.entries, strict=True):
+            if leaf is None or leaf.entry is not entry or not leaf.requires_grad or getattr(leaf, '_hooks', None):
+                return False
+        return True
 
     def derivatives(self, node: Node, dy: Any, device: Device, n: int) -> list[Any]:
         """Return the gradients of the n inputs and the parameters of a kernel op, computed with recorded array ops."""
@@ -251,21 +310,15 @@ def _start(walk: _Backward, outputs: Sequence[Tensor], gradients: Sequence[Any])
         if dy is None:
             if y.size != 1:
                 raise RuntimeError(f'backward: a tensor of shape {y.shape} is not a scalar; pass its gradient, or sum it first')
-            dy = wrap(_one(*y.kind), None)
+            one = ndarray.ones(*y.kind)
+            walk.add(parent_of(y), wrap(one, None) if walk.create_graph else one)
         else:
             dy = dy if isinstance(dy, Recorded) else wrap(as_array(dy, y.device, y.dtype), None)
             if dy.shape != y.shape:
                 raise ValueError(f'backward: the gradient of a tensor of shape {y.shape} has shape {dy.shape}')
             if not walk.create_graph:
                 dy = wrap(dy.array.copy(), None)    # it may be a .grad, to which backward adds
-        walk.add(parent_of(y), dy if walk.create_graph else dy.array)
-
-
-def _one(shape: Shape, dtype: np.dtype, device: Device) -> NDArray:
-    """Return the gradient of a scalar with respect to itself: 1."""
-    if device.is_host and not backend.is_recorded():            # without a launch
-        return ndarray.from_numpy(np.ones(shape, dtype), device)
-    return ndarray.ones(shape, dtype, device)
+            walk.add(parent_of(y), dy if walk.create_graph else dy.array)
 
 
 def backward(tensors: Tensor | Sequence[Tensor], grad_tensors: Any = None, retain_graph: bool | None = None,

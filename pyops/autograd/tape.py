@@ -15,6 +15,10 @@ import numpy as np
 
 from pyops import backend, ndarray
 from pyops.autograd.mode import mode
+from pyops.backend import state
+from pyops.backend.arrays import row_major
+from pyops.backend.host import HOST, ResultBuffer
+from pyops.backend.recorded_ops import RecordedOp, record
 from pyops.errors import ShapeError
 from pyops.ndarray import NDArray
 from pyops.ops.array import ArrayOp
@@ -146,9 +150,10 @@ class Node:
     outputs     (shape, dtype, device) of each output
     several     whether the op returns a tuple of outputs, and its backward takes a tuple of gradients
     is_scalar   whether the output (1,) of a kernel op was given the shape (), see as_scalar
+    call        the RecordedForward that ran; then ctx has NDArrays, else it has arrays for kernels
     hooks       {index of an output: {number: function}}: called with the gradient of that output; see Tensor.register_hook
     """
-    __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'is_scalar', 'number', 'hooks',
+    __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'is_scalar', 'call', 'number', 'hooks',
                  '__weakref__')
 
     def __init__(self, op: Any, ctx: Any, parents: list[Parent | None], arrays: list[int],
@@ -159,6 +164,7 @@ class Node:
         self.arrays: Any = arrays
         self.guards = guards
         self.is_scalar = False
+        self.call: RecordedForward | None = None
         self.number = next(_numbers)
         self.hooks: dict[int, dict[int, Any]] = {}
 
@@ -248,23 +254,31 @@ class KernelCall:
     entries     the entries of all parameters, if `one` is made of them: its backward adds to their .grad.  None if a parameter
                 is not a module's; then make() creates the op again for backward
     views, device   the NDArrays of all parameters, and their device, None without parameters
+    guarded     (buffer, shape) of each of the views
     is_kept     whether `one` reads the memory of `views`, and no view is a module's: the next call may use it again
+    forwards    {shape, strides and dtype of each input: its RecordedForward}; None if the launches of the op cannot be recorded
     """
-    __slots__ = ('op', 'parameters', 'settings', 'entries', 'views', 'device', 'is_kept', 'one')
+    __slots__ = ('op', 'parameters', 'settings', 'entries', 'views', 'guarded', 'device', 'is_kept', 'one', 'forwards')
     entries: tuple[Any, ...] | None
     views: list[NDArray]
+    guarded: list[tuple[Buffer, Shape]]
     device: Device | None
 
     def __init__(self, op: Any, constants: dict[str, Any]) -> None:
         self.op: Any = op
         self.parameters: list[tuple[str, str, Any]] = []
-        self.settings, self.entries, self.views, self.device, self.is_kept = constants, None, [], None, False
+        self.settings, self.entries, self.views, self.guarded = constants, None, [], []
+        self.device, self.is_kept = None, False
         tensors = {name: value for name, value in constants.items() if isinstance(value, Recorded)}
+        self.forwards: dict[Any, RecordedForward | None] | None = None
         if not tensors:
             self.one = self.make([])
+            if isinstance(op, type) and 'same_launches' in vars(op):
+                self.forwards = {}
             return
         device = _same_device(op, list(tensors.values()))
         self.device, self.views = device, [p.array for p in tensors.values()]   # gives a Parameter its memory and its name
+        self.guarded = [(view.buffer, view.shape) for view in self.views]
         arrays = [device.kernel_array(view) for view in self.views]
         self.parameters = [(argument, getattr(p, 'name', None) or argument, array)
                            for (argument, p), array in zip(tensors.items(), arrays, strict=True)]
@@ -280,6 +294,8 @@ class KernelCall:
                 self.one = op(**dict(zip(tensors, entries, strict=True)), **self.settings)
             else:
                 self.one = self.make(arrays)        # forward does not use gradients: any array of the right shape will do
+        if (self.entries is not None or self.is_kept) and 'same_launches' in vars(op) and device is HOST:
+            self.forwards = {}
 
     def make(self, grads: Sequence[Any]) -> Any:
         """Return the op with these gradients of its parameters."""
@@ -288,6 +304,18 @@ class KernelCall:
         parameters = {argument: Parameter(name, value, grad)
                       for (argument, name, value), grad in zip(self.parameters, grads, strict=True)}
         return self.op(**parameters, **self.settings)
+
+    def forward_for(self, key: Any, arrays: list[NDArray]) -> RecordedForward | None:
+        """Return the RecordedForward for inputs like these; None at their first call, and if it cannot be recorded."""
+        forwards: Any = self.forwards
+        found = forwards.get(key, _NEW)
+        if found is _NEW:                       # it may be the only call with these shapes
+            if len(forwards) >= MOST_SHAPES:
+                forwards.clear()
+            forwards[key], found = _ONCE, None
+        elif found is _ONCE:
+            forwards[key] = found = _record_forward(self.one, arrays)
+        return found
 
     def fits(self, constants: dict[str, Any]) -> bool:
         """Return whether this is the call with these keyword arguments: the same parameters and equal settings."""
@@ -307,6 +335,61 @@ class KernelCall:
             if value is not setting and not (type(value) is type(setting) is not tuple and value == setting):
                 return False
         return True
+
+
+class RecordedForward:
+    """The kernels of forward of a KernelCall for inputs of certain shapes, and of backward.
+
+    launches    the RecordedOp of forward; its results are y and the fields of ctx
+    ctx_type    the type of ctx
+    ctx         the numbers of its fields in [*new arrays, *inputs]
+    saved       the numbers in it of inputs and of y
+    backwards   {whether it skips dx: RecordedOp of backward, whose arguments are dy and the arrays in ctx, or None}
+    """
+    __slots__ = ('launches', 'ctx_type', 'ctx', 'saved', 'backwards')
+
+    def __init__(self, launches: RecordedOp, ctx_type: Any) -> None:
+        self.launches, self.ctx_type = launches, ctx_type
+        y, *self.ctx = launches.results
+        self.saved = [i for i in self.ctx if i == y or i >= len(launches.new)]
+        self.backwards: dict[bool, RecordedOp | None] = {}
+
+    def backward(self, op: Any, ctx: Sequence[NDArray], skips_dx: bool) -> RecordedOp | None:
+        """Return the RecordedOp of op.backward; None if it cannot be recorded."""
+        if skips_dx not in self.backwards:
+            def run(dy: np.ndarray, *saved: np.ndarray) -> Sequence[Any]:
+                found = op.backward(dy, self.ctx_type(*saved), **{'want_dx': False} if skips_dx else {})
+                return found if type(found) is tuple else (found,)
+            *_, shape, _, dtype = self.launches.new[self.launches.results[0]]
+            launches = record(run, [(shape, dtype), *[(a.shape, a.dtype) for a in ctx]], op)
+            if launches is not None and not all(i is None or i < len(launches.new) for i in launches.results):
+                launches = None                 # a gradient that is dy itself
+            self.backwards[skips_dx] = launches
+        return self.backwards[skips_dx]
+
+
+MOST_SHAPES = 64            # of the inputs of a KernelCall, for which forward is recorded
+_NEW, _ONCE = 'never ran', 'ran once'       # in place of a RecordedForward
+
+
+def _record_forward(op: Any, inputs: list[NDArray]) -> RecordedForward | None:
+    """Return the RecordedForward of an op for inputs like these; None if it cannot be recorded."""
+    if not all([x.strides == row_major(x.shape) for x in inputs]):
+        return None
+    kind: Any = None
+
+    def run(*arrays: np.ndarray) -> Sequence[Any]:
+        nonlocal kind
+        y, ctx = op.forward(*arrays)
+        kind = type(ctx)
+        return y, *ctx
+    try:
+        launches = record(run, [(x.shape, x.dtype) for x in inputs], op)
+    except (TypeError, ValueError):             # the op refuses these inputs, and says why when it runs
+        return None
+    if launches is None or launches.results[0] is None or launches.results[0] >= len(launches.new) or None in launches.results:
+        return None
+    return RecordedForward(launches, kind)
 
 
 _CONSTANT = frozenset((bool, int, float, str, tuple, type(None)))       # types of settings that a kept call may have
@@ -346,14 +429,71 @@ def _plain_call(op: Any, /, **settings: Any) -> KernelCall:
 def kernel_array(x: NDArray, device: Device) -> Any:
     """Return device.kernel_array(x).  Faster for a whole array in host memory: its owner is the same array."""
     owner = x.buffer.owner
-    if type(owner) is np.ndarray and owner.shape == x.shape and not x.offset and owner.dtype == x.dtype \
-            and x.strides == ndarray.row_major(x.shape):
+    if (type(owner) is np.ndarray and owner.dtype is x.dtype and owner.shape == x.shape and not x.offset
+            and x.strides == row_major(x.shape)):
         return owner
     return device.kernel_array(x)
 
 
+def _apply_recorded(kernel: KernelCall, inputs: tuple[Any, ...], constants: dict[str, Any]) -> Tensor | None:
+    """Apply an op whose forward was recorded for inputs like these: one call runs its kernels.  Return None for other inputs:
+    then the op itself runs, and raises all errors."""
+    key: list[Any] = []
+    arrays: list[NDArray] = []
+    pointers: list[Any] = []
+    parents: list[Parent | None] = []
+    record, of_results = False, Recorded.of_results
+    for x in inputs:
+        if x.__class__ is not of_results:
+            return None
+        array, parent = x.array, None
+        buffer = array.buffer
+        if buffer.device is not HOST or buffer.pointer is None:
+            return None
+        key += array.shape, array.strides, array.dtype
+        arrays.append(array)
+        pointers.append(buffer.pointer + array.offset if array.offset else buffer.pointer)
+        if x.requires_grad:
+            parent, record = x if x.origin is None else x.origin, True
+        parents.append(parent)
+    if len(arrays) > 1 and len({*map(id, arrays)}) < len(arrays):       # derivatives() tells inputs apart by their arrays
+        return None
+    call: Any = kernel.forwards.get(tuple(key))         # type: ignore[union-attr]
+    if call.__class__ is not RecordedForward:
+        call = kernel.forward_for(tuple(key), arrays)
+        if call is None:
+            return None
+    launches = call.launches
+    found = launches.run(NDArray, pointers)
+    if found is None:
+        return None
+    y = found[launches.results[0]]
+    for argument, _, _ in kernel.parameters:
+        x, parent = constants[argument], None
+        if x.requires_grad:
+            parent, record = x if x.origin is None else x.origin, True
+        parents.append(parent)
+    if not (record and mode.grad):
+        return wrap(y, None)
+    found += arrays
+    guards = []
+    for buffer, shape in kernel.guarded:
+        guards.append((buffer, buffer.version, shape))
+    for i in call.saved:
+        array = found[i]
+        guards.append((array.buffer, array.buffer.version, array.shape))
+    ctx = tuple.__new__(call.ctx_type, map(found.__getitem__, call.ctx))
+    node = Node(kernel, ctx, parents, [*map(id, arrays), id(y)], guards, [(y.shape, y.dtype, HOST)])
+    node.call = call
+    return wrap(y, (node, 0))
+
+
 def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -> Tensor:
     kernel = _kernel_call(op, constants)
+    if kernel.forwards is not None and state.hooked_thread is None and state.device is HOST and not mode.anomaly:
+        recorded = _apply_recorded(kernel, inputs, constants)
+        if recorded is not None:
+            return recorded
     device: Any = kernel.device
     arrays: list[Any] = []
     ids: list[int] = []
@@ -384,7 +524,7 @@ def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -
         parents.append(parent)
     if device is None:
         device = ndarray.default_device()
-    if device is backend.current_device():
+    if device is state.device:
         made, ctx = kernel.one.forward(*arrays)
     else:
         with backend.on(device):
@@ -395,7 +535,7 @@ def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -
     if not (record and mode.grad):
         return wrap(y, None)
     saved = [*map(id, ctx)]
-    guards = [(read.buffer, read.buffer.version, read.shape) for read in kernel.views]
+    guards = [(buffer, buffer.version, shape) for buffer, shape in kernel.guarded]
     for source, number in zip(sources, ids, strict=True):
         if number in saved and source is not None:
             guards.append((source.buffer, source.buffer.version, source.shape))
@@ -406,14 +546,15 @@ def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -
 
 
 def as_scalar(y: Tensor) -> Tensor:
-    """Return the loss (1,) of a kernel op in the shape (), without another node: its backward gets a gradient of this shape."""
+    """Give the new loss (1,) of a kernel op the shape (), without another node: its backward gets a gradient of this shape."""
     if mode.interpreter is not None:
         return y.reshape(())
-    array = NDArray(y.array.buffer, y.array.offset, (), (), y.array.dtype)
+    array = y.array
+    y.array = NDArray(array.buffer, array.offset, (), (), array.dtype)
     if y.origin is not None:
         node = y.origin[0]
         node.outputs, node.is_scalar = [((), array.dtype, array.buffer.device)], True
-    return wrap(array, y.origin)
+    return y
 
 
 def _same_device(op: Any, tensors: Sequence[Recorded]) -> Device:
@@ -434,4 +575,5 @@ def as_ndarray(array: Any, device: Device) -> NDArray:
     shape, dtype = array.shape, array.dtype
     if dtype is not ndarray.FLOAT:
         dtype = ndarray.FLOAT if dtype == ndarray.FLOAT else ndarray.INT
-    return NDArray(device.wrap(array, True), 0, shape, ndarray.row_major(shape), dtype)
+    buffer = ResultBuffer(array) if device is HOST and array.flags.c_contiguous else device.wrap(array, True)
+    return NDArray(buffer, 0, shape, row_major(shape), dtype)

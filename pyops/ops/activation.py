@@ -52,6 +52,7 @@ class SiLU(_Activation):
     Source   Hendrycks and Gimpel 2016, arXiv:1606.08415; Ramachandran et al. 2017, arXiv:1710.05941
     """
     kernel = 'silu'
+    same_launches = True            # see pyops/backend/recorded_ops.py
 
     def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         s = ctx.x.sigmoid()
@@ -73,6 +74,7 @@ class GELU(_Activation):
     Source   Hendrycks and Gimpel 2016, arXiv:1606.08415; this is the exact form, not the approximation with tanh
     """
     kernel = 'gelu'
+    same_launches = True            # see pyops/backend/recorded_ops.py
 
     @staticmethod
     def reference(x: np.ndarray) -> np.ndarray:
@@ -91,6 +93,7 @@ class GELUTanh(_Activation):
     Source   Hendrycks and Gimpel 2016, arXiv:1606.08415
     """
     kernel = 'gelu_tanh'
+    same_launches = True            # see pyops/backend/recorded_ops.py
 
     def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         x, scale = ctx.x, math.sqrt(8 / math.pi)

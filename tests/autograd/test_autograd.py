@@ -216,6 +216,33 @@ def test_gradients_of_several_outputs():
     close(x.grad.numpy(), np.concatenate([3 * dy, 0 * dy]))
 
 
+@pytest.mark.parametrize('op', [lambda a, b: a * b, lambda a, b: a @ b, lambda a, b: F.cat([a, b]), lambda a, b: a.maximum(b),
+                                lambda a, b: F.relu(a) + b], ids=['multiply', 'matmul', 'cat', 'maximum', 'relu'])
+def test_a_gradient_has_the_dtype_of_its_tensor(op):
+    values = np.random.default_rng(3).standard_normal((2, 3, 3))
+    want = [Tensor(x, dtype='float64', requires_grad=True) for x in values]
+    op(*want).sum().backward()
+    for dtypes in (('float32', 'float64'), ('float64', 'float32')):
+        xs = [Tensor(x, dtype=dtype, requires_grad=True) for x, dtype in zip(values, dtypes, strict=True)]
+        y = op(*xs)
+        y.sum().backward()
+        assert y.dtype == np.float64
+        for x, dtype, other in zip(xs, dtypes, want, strict=True):
+            assert x.grad.dtype == dtype
+            close(x.grad.numpy(), other.grad.numpy())
+
+
+@pytest.mark.parametrize('a, b', [((2, 5, 0), (0, 3)), ((2, 5, 0), (0,)), ((2, 5, 4), (4, 0)), ((0, 5, 4), (4, 3)),
+                                  ((2, 0, 4), (4, 3)), ((0, 4), (4, 0)), ((2, 3, 0), (2, 0, 5))])
+def test_products_of_arrays_without_elements_have_gradients(a, b):
+    a, b = (Tensor(np.ones(shape, 'f'), requires_grad=True) for shape in (a, b))
+    y = a @ b
+    assert (y.numpy() == 0).all()
+    y.sum().backward()
+    for x in (a, b):
+        assert x.grad.shape == x.shape and (x.grad.numpy() == 0).all()
+
+
 def test_derivatives_of_any_order():
     x = Tensor([0.5, -2.0], requires_grad=True)
     y, want = (x**5).sum(), 1.0

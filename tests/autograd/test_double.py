@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from arrays import RTOL as FLOAT32_RTOL
 from arrays import close, same
 from places import on_the_cpu
 
@@ -168,3 +169,32 @@ def test_large_sizes_have_the_same_bits_on_any_number_of_threads():
 def test_sizes_that_do_not_fit_are_refused(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+@pytest.mark.parametrize(('shape', 'weight', 'settings'), [
+    ((1, 3, 4, 9000), (2, 3, 3, 3), dict(padding=1)),                           # blocks of columns, the last one shorter
+    ((2, 3, 140, 160), (4, 3, 3, 5), dict(padding=(1, 2), stride=(2, 1))),      # blocks of rows
+    ((1, 2, 90, 400), (2, 1, 3, 3), dict(padding=3, dilation=3, groups=2)),
+    ((35, 2, 5, 7), (3, 2, 3, 3), dict(padding=1)),                             # narrow: the batch as rows of vectors
+    ((70, 3, 4, 8), (6, 1, 2, 4), dict(stride=2, padding=1, groups=3)),
+    ((80, 32, 4, 8), (48, 8, 3, 3), dict(padding=1, groups=4))])                # shared by threads
+def test_a_convolution_in_several_blocks_in_float32_has_the_gradients_of_float64(shape, weight, settings):
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(size) for size in (shape, weight, weight[:1])]
+    dy = rng.standard_normal(F.conv2d(*map(Tensor, arrays), **settings).shape)
+
+    def results(dtype):
+        tensors = [Tensor(array.astype(dtype), requires_grad=True) for array in arrays]
+        y = F.conv2d(*tensors, **settings)
+        y.backward(Tensor(dy.astype(dtype)))
+        return [value.numpy() for value in (y, *(tensor.grad for tensor in tensors))]
+    several = results(np.float32)
+    threads = backend.threads()
+    backend.set_threads(1)
+    try:
+        one = results(np.float32)
+    finally:
+        backend.set_threads(threads)
+    for got, alone, want in zip(several, one, results(np.float64), strict=True):
+        same(got, alone)
+        close(got, want, FLOAT32_RTOL)

@@ -427,6 +427,46 @@ def test_gradients_where_a_derivative_does_not_exist_are_pytorchs(torch, name):
         close(x.grad.numpy(), np.zeros_like(t.detach()) if t.grad is None else t.grad.numpy())
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+@pytest.mark.parametrize('name, inputs', [
+    ('asinh', [[0.0, 0.5, -2.0, 1e30, -1e30]]), ('std', [[2.0, 2.0, 2.0]]),
+    ('hypot', [[3e20, 3e-30, 1e38], [4e20, 4e-30, 1e38]]), ('logaddexp', [[1.0, 2.0, 1e30], [0.5, 2.0, -1e30]])])
+def test_values_and_gradients_of_extreme_numbers(name, inputs, dtype):
+    torch = pytest.importorskip('torch', reason='torch is not installed: pip install torch')
+    ours = [Tensor(x, dtype=dtype, requires_grad=True) for x in inputs]
+    theirs = [torch.tensor(x, dtype=getattr(torch, dtype), requires_grad=True) for x in inputs]
+    y, want = (getattr(xs[0], name)(*xs[1:]) for xs in (ours, theirs))
+    y.sum().backward()
+    want.sum().backward()
+    assert np.allclose(y.numpy(), want.detach().numpy(), rtol=1e-6)
+    for x, other in zip(ours, theirs, strict=True):
+        assert np.allclose(x.grad.numpy(), other.grad.numpy(), rtol=1e-5)
+
+
+def test_infinities_nan_and_whole_numbers():
+    inf, nan = np.inf, np.nan
+    assert Tensor([-inf, inf, -inf, 1.0]).logaddexp(Tensor([-inf, inf, inf, -inf])).tolist() == [-inf, inf, inf, 1.0]
+    assert Tensor([inf, -inf]).asinh().tolist() == [inf, -inf]
+    assert Tensor([50000, 3]).hypot(Tensor([50000, 4])).numpy() == pytest.approx(np.hypot([50000, 3], [50000, 4]))
+    for function in (F.hardshrink, F.softshrink, lambda x: x.heaviside(0.5)):
+        assert np.isnan(function(Tensor([nan])).numpy()).all()
+    x = Tensor([2.0, 2.0], requires_grad=True)
+    x.std().backward()
+    assert (x.grad.numpy() == 0).all()
+
+
+def test_group_norm_of_no_samples_and_of_single_values():
+    w, b = (Tensor(np.ones(4, 'f'), requires_grad=True) for _ in range(2))
+    for shape in ((0, 4), (0, 4, 3)):
+        x = Tensor(np.ones(shape, 'f'), requires_grad=True)
+        y = F.group_norm(x, 2, w, b)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == shape and (w.grad.numpy() == 0).all()
+    for shape, size in (((3, 4), 1), ((3, 4, 0), 0)):
+        with pytest.raises(ValueError, match=f'group_norm: expected at least 2 values per group, got {size} for x of shape'):
+            F.group_norm(np.ones(shape, 'f'), 4, w, b)
+
+
 def test_functions_at_zero_vectors_zero_scores_and_negative_widths_are_pytorchs(torch):
     zeros, w = np.array([[0, 0, 0], [1, 2, 3]], np.float32), np.ones((2, 3), np.float32)
     mask, added = np.array([[True, False], [False, False]]), np.array([[0, -np.inf], [-np.inf, -np.inf]], np.float32)
