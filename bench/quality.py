@@ -201,7 +201,8 @@ class Side:
                      bleu_of_all=scores['all_references']['bleu'])
         self.figures['points'].append(point)
         self.loss_sum, self.steps = 0.0, 0
-        self.due += self.every
+        while self.due <= self.seconds:                 # a step may take longer than the time between evaluations
+            self.due += self.every
         return point
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from pyops import backend, init, ops
 from pyops.errors import UserError
 from pyops.ops import LayerNorm, Positions, ResidualNorm
-from pyops.ops.attention import follow_parents
+from pyops.ops.attention import append_rows, follow_parents
 from pyops.ops.feed_forward import ACTIVATIONS
-from pyops.ops.linear import JoinedLinear, LinearPair
+from pyops.ops.linear import JoinedLinear, LinearPair, forward_each
 from pyops.ops.packed import Packed
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import Decoder, greedy
@@ -164,11 +164,12 @@ class Projections:
         joins = weight is not None and (bias is not None or layers[0].bias is None)
         self.joined = JoinedLinear(layers, weight, f'{prefix}.{names}', bias) if joins else None
 
-    def forward(self, x):
+    def forward(self, x, copies=None):
+        """Return the list and ctx.   copies: of x, see forward_each()"""
         if self.joined:
             y, ctx = self.joined.forward(x)
             return self.joined.split(y), ctx
-        results = [layer.forward(x) for layer in self.layers]
+        results = forward_each(self.layers, x, copies=copies)
         return [y for y, _ in results], [ctx for _, ctx in results]
 
     def empty_gradients(self, like):
@@ -196,6 +197,7 @@ class MultiHeadAttention:
 
     x (N, D), memory (M, D), rows, memory_rows: the Packed rows of their sentences -> (N, D)
     crosses: keys and values always come from another memory.
+    copies: of a memory that several layers share, see forward_each()
     """
 
     def __init__(self, params, prefix, config, causal=False, crosses=False):
@@ -225,7 +227,7 @@ class MultiHeadAttention:
         if crosses and self.kv.joined:
             self.pair = LinearPair(self.q, self.kv.joined)                      # both in one launch
 
-    def forward(self, x, memory, rows, memory_rows, step, into=None):
+    def forward(self, x, memory, rows, memory_rows, step, into=None, copies=None):
         if memory is x:
             (q, k, v), c1 = self.qkv.forward(x)                         # (N, D) each
             c2 = None
@@ -234,7 +236,8 @@ class MultiHeadAttention:
             (k, v), c2 = self.kv.joined.split(kv), None
         else:
             q, c1      = self.q.forward(x)                              # (N, D)
-            (k, v), c2 = self.kv.forward(memory)                        # (M, D) each
+            named = {} if self.is_compact else {'copies': copies}
+            (k, v), c2 = self.kv.forward(memory, **named)               # (M, D) each
         a, c3 = self.attention.forward(q, k, v, step=step, q_rows=rows, k_rows=memory_rows)     # (N, D)
         y, c4 = self.project(a, into)                                   # (N, D)
         return y, [c1, c2, c3, c4]
@@ -274,23 +277,27 @@ class MultiHeadAttention:
         widths = [2 * self.D] if self.is_compact else [self.D] * 2
         return tuple(backend.empty((N, width), name='decoder.cache.source') for width in widths)
 
-    def of_memory(self, memory, out):
+    def of_memory(self, memory, out, copies):
         """Compute the keys and values of another memory (N, D) in `out`, from empty_memory()."""
         if self.is_compact:
             self.kv.product(memory, out=out[0])
         else:
-            for layer, array in zip((self.k, self.v), out, strict=True):
-                layer.forward(memory, out=array)
+            forward_each((self.k, self.v), memory, out, copies)
 
-    def append(self, x, tokens, t, given=False):
-        """Compute the keys and values of token t of each hypothesis, x (R, D), in `tokens`; given: of R tokens of one
-        hypothesis from t on.   Return the queries (R, D)."""
-        places = [array[t:t + len(x), 0] if given else array[t, :len(x)] for array in tokens]
+    def append(self, x, tokens, state):
+        """Compute the keys and values of the newest token of each hypothesis of a State, x (R, D), in `tokens`.   Return the
+        queries (R, D)."""
+        if state.places is not None:
+            *new, q = ([self.qkv.product(x)] * 2 if self.is_compact else
+                       [y for y, _ in forward_each((self.k, self.v, self.q), x)])
+            for array, rows in zip(tokens, new, strict=True):
+                append_rows(array, rows, state.places)
+            return q[:, :self.D]
+        t, R = state.t, len(x)
+        places = [array[t:t + R, 0] if state.given else array[t, :R] for array in tokens]
         if self.is_compact:
             return self.qkv.forward(x, out=places[0])[0][0]
-        for layer, place in zip((self.k, self.v), places, strict=True):
-            layer.forward(x, out=place)
-        return self.q.forward(x)[0]
+        return forward_each((self.k, self.v, self.q), x, (*places, None))[-1][0]
 
     def keys_and_values(self, arrays):
         return self.kv.split(arrays[0])[-2:] if self.is_compact else arrays
@@ -425,10 +432,10 @@ class DecoderBlock:
         self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
         self.first, self.second, self.third = sublayers(params, prefix, config, names, following)
 
-    def forward(self, x, rows, memory, memory_rows, step):
+    def forward(self, x, rows, step, memory, memory_rows, copies=None):
         x, c1 = self.first.forward(x, lambda n, *into: self.self_attention.forward(n, n, rows, rows, step, *into), step)
         x, c2 = self.second.forward(
-            x, lambda n, *into: self.cross_attention.forward(n, memory, rows, memory_rows, step, *into), step)
+            x, lambda n, into=None: self.cross_attention.forward(n, memory, rows, memory_rows, step, into, copies), step)
         x, c3 = self.third.forward(x, self.feed_forward.forward, step)
         return x, [c1, c2, c3]
 
@@ -443,9 +450,10 @@ class DecoderBlock:
         """Return an empty Cache for num_steps tokens of so many hypotheses, and for so many source tokens."""
         return Cache(self.self_attention.empty_tokens(num_steps, rows), self.cross_attention.empty_memory(tokens))
 
-    def start(self, memory, cache):
-        """Compute the keys and values of the source (N, D) in a Cache."""
-        self.cross_attention.of_memory(memory, tuple(array[:len(memory)] for array in cache.source))
+    def start(self, memory, cache, copies, at=0):
+        """Compute the keys and values of source tokens (N, D) in a Cache, from token `at` on.   copies: of the source, see
+        forward_each()"""
+        self.cross_attention.of_memory(memory, tuple(array[at:at + len(memory)] for array in cache.source), copies)
 
     def next(self, x, cache, state):
         """Return the block's output for x (R, D) or a Sum, token state.t of the target; its keys and values are added to the
@@ -458,8 +466,10 @@ class DecoderBlock:
 
         def look_back(n, *into):
             attention = self.self_attention
-            q, (k, v) = attention.append(n, cache.tokens, t, state.given), attention.keys_and_values(cache.tokens)
-            if state.given:
+            q, (k, v) = attention.append(n, cache.tokens, state), attention.keys_and_values(cache.tokens)
+            if state.positions is not None:
+                a = attention.attention.step(q, k, v, len(k), state.index, positions=state.positions)
+            elif state.given:
                 a = attention.attention.step(q, k, v, t + len(n), causal=True)
             elif has_step(attention.attention):
                 a = attention.attention.step(q, k, v, t + 1, state.index)
@@ -523,12 +533,12 @@ class Stack:
         self.norm = LayerNorm(*norm_of(params, first[0])) if config.pre_norm else None
 
     def forward(self, sequences, *seen, step=None, recompute=False):
-        """Return (N, D) and ctx.  sequences: Sequences of N tokens;  seen: arguments of the blocks' forward() between rows and
-        step;  recompute: keep only the inputs of each block."""
+        """Return (N, D) and ctx.  sequences: Sequences of N tokens;  seen: arguments of the blocks' forward() after step;
+        recompute: keep only the inputs of each block."""
         x, c = self.enter(sequences.ids, step, positions=sequences.positions)
         ctx = [c]
         for block in self.blocks:
-            x, c = run_block(block, (x, sequences.rows, *seen, step), recompute)
+            x, c = run_block(block, (x, sequences.rows, step, *seen), recompute)
             ctx.append(c)
         return self.leave(x), ctx
 
@@ -557,7 +567,8 @@ class Stack:
 class State(NamedTuple):
     """Decoder state: number of tokens decoded, one Cache per block, the Packed rows of the sources, the number of hypotheses,
     the rows of the caches that hold their tokens, and the sentence of each hypothesis, (R,) int32, None for r % B (see
-    Attention.step).   given: the next rows are successive tokens of the only hypothesis"""
+    Attention.step).   given: the next rows are successive tokens of the only hypothesis;  positions, places (R,) int32: of the
+    next token of each hypothesis, and the row of the caches for its keys and values; None for t"""
     t: int
     caches: list[Cache]
     memory_rows: Packed
@@ -565,15 +576,19 @@ class State(NamedTuple):
     index: np.ndarray | None = None
     sources: np.ndarray | None = None
     given: bool = False
+    positions: np.ndarray | None = None
+    places: np.ndarray | None = None
 
-    def part(self, t, hypotheses, followed, sentences):
-        """Return the State for token t in the memory of this one, see Transformer.reserve.
-
-        followed: the tokens whose rows are in the index;  sentences: the number of sentences
-        """
-        index = self.index.reshape(-1)[:followed * hypotheses].reshape(followed, hypotheses)
+    def part(self, hypotheses, sentences):
+        """Return the State for the next tokens of so many hypotheses of so many sentences in the memory of this one, see
+        Transformer.reserve."""
         rows = self.memory_rows._replace(offsets=self.memory_rows.offsets[:sentences + 1])
-        return State(t, self.caches, rows, hypotheses, index, self.sources[:hypotheses])
+        return self._replace(memory_rows=rows, hypotheses=hypotheses, sources=self.sources[:hypotheses],
+                             positions=self.positions[:hypotheses], places=self.places[:hypotheses])
+
+    def alone(self, t, hypotheses):
+        """Return the State for token t of the first hypotheses, one of each sentence, in the memory of this one."""
+        return self.part(hypotheses, hypotheses)._replace(t=t, index=None, positions=None, places=None)
 
 
 class Transformer:
@@ -604,7 +619,7 @@ class Transformer:
         dloss    = self.one if dloss is None else dloss
         again    = self.recompute and gradients
         m,    c1 = self.encoder.forward(batch.source, step=step, recompute=again)           # (N, D)
-        h,    c2 = self.decoder.forward(batch.target, m, batch.source.rows, step=step, recompute=again)     # (M, D)
+        h,    c2 = self.decoder.forward(batch.target, m, batch.source.rows, {}, step=step, recompute=again)     # (M, D)
         loss, c3 = self.output.forward(h, batch.labels, gradients, dloss=dloss)             # (1,)
         return loss, [c1, m, c2, dloss, c3]
 
@@ -626,7 +641,7 @@ class Transformer:
         attention to the source, (B, heads, target.rows.longest, source.rows.longest), else None.
         """
         m, _   = self.encoder.forward(source)
-        h, ctx = self.decoder.forward(target, m, source.rows)
+        h, ctx = self.decoder.forward(target, m, source.rows, {})
         if not align:
             return h, None
         _, (c, _), _ = ctx[-1]                  # of the last block, its second sublayer, the branch before the residual sum
@@ -655,24 +670,40 @@ class Transformer:
     @backend.float32_activations()      # beam search and the caches copy states as float32
     def start(self, source, reserved=None):
         """Encode source, Sequences.  Return the State before the first token, in a State from reserve() if it is given."""
-        memory, _ = self.encoder.forward(source)
         B = source.rows.sentences
         if reserved is None:
-            caches = [block.reserve(B, len(memory), self.config.num_steps) for block in self.decoder.blocks]
+            caches = [block.reserve(B, len(source.ids), self.config.num_steps) for block in self.decoder.blocks]
             state = State(0, caches, source.rows, B)
         else:
-            state = reserved.part(0, B, 0, B)
+            state = reserved.alone(0, B)
             state.memory_rows.offsets[...], state.sources[...] = source.rows.offsets, np.arange(B)
-        for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
-            block.start(memory, cache)
+        self.encode(source, state)
         return state
+
+    @backend.float32_activations()
+    def encode(self, source, state, at=0):
+        """Encode source, Sequences, and compute its keys and values in the caches of a State, from source token `at` on."""
+        memory, _ = self.encoder.forward(source)
+        copies = {}
+        for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
+            block.start(memory, cache, copies, at)
+
+    def keep_sources(self, state, kept):
+        """Move the keys and values of some sources of a State from reserve() to its front.   kept: their numbers, ascending"""
+        offsets = state.memory_rows.offsets
+        places = np.concatenate([np.arange(offsets[b], offsets[b + 1]) for b in kept] or [[]]).astype(int)
+        for cache in state.caches:
+            for array in cache.source:
+                array[:len(places)] = array[places]
+        offsets[1:len(kept) + 1] = np.cumsum(np.diff(offsets)[kept])
 
     def room(self, rows, tokens, sentences, longest):
         """Return a new State with room for so many hypotheses, source tokens and sentences of at most `longest` tokens."""
         steps = self.config.num_steps
-        offsets, index, sources = (backend.zeros(n, np.int32) for n in (sentences + 1, steps * rows, rows))
+        offsets, index, sources, positions, places = (
+            backend.zeros(n, np.int32) for n in (sentences + 1, (steps, rows), rows, rows, rows))
         caches = [block.reserve(rows, tokens, steps) for block in self.decoder.blocks]
-        return State(0, caches, Packed(offsets, longest), rows, index, sources)
+        return State(0, caches, Packed(offsets, longest), rows, index, sources, positions=positions, places=places)
 
     def reserve(self, rows, tokens, sentences, longest):
         """Return a State with room for searches of at most so many hypotheses, source tokens and sentences of at most `longest`
@@ -701,7 +732,8 @@ class Transformer:
             state = self.follow(state, parents)
         if sources is not None:
             state = state._replace(sources=sources)
-        return self._decode(self.decoder.enter(word, first=state.t)[0], state), state._replace(t=state.t + 1)
+        x, _ = self.decoder.enter(word, first=state.t, positions=state.positions)
+        return self._decode(x, state), state._replace(t=state.t + 1)
 
     def _decode(self, x, state):
         for block, cache in zip(self.decoder.blocks, state.caches, strict=True):

@@ -30,7 +30,7 @@ RECIPES = {'minutes-16': _SHARED + '-e 4 -l 0.002 --warmup 400 --layers 3 --d-ff
 
 def parser():
     p = flags.parser(PROGRAM, 'Train a transformer that translates English to French.', DEFAULTS, 10,
-                     'of embeddings, attention weights and the outputs of sublayers', RECIPES, PRESETS, __doc__)
+                     'of embeddings, attention weights and the outputs of sublayers', RECIPES, PRESETS, __doc__, fp8=True)
     model = p.group('model')
     add_setting(model, DEFAULTS, '--d-model', type=int_up_to(65536), help='size of a word embedding and of a hidden state')
     add_setting(model, DEFAULTS, '--d-ff', type=int_up_to(65536), help='inner size of a feed-forward layer')

@@ -20,6 +20,7 @@ import functools
 import math
 import numbers
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from pyops.text.pairs import Sequences
 from pyops.text.vocabulary import BOS, EOS, PAD
 
 REPEATS = 4             # copies of an n-gram in a row that end a hypothesis, also of greedy decoding
+NONE = -1               # before the first token of a hypothesis
 FEWEST = 4              # finished sentences for which a search leaves its plans: later steps then compute fewer rows
 
 
@@ -62,12 +64,24 @@ def repeats(tokens, chosen):
     return found
 
 
+class Supply(NamedTuple):
+    """Sentences that join a search when others have ended, so that its steps always have about the same number of rows.
+
+    sentences, tokens: the most that are searched at a time, and their most source tokens;  part: the most that join at a time
+    take(tokens) returns the next ones as Sequences of at most so many tokens, or None
+    """
+    sentences: int
+    tokens: int
+    part: int
+    take: Callable[[int], Sequences | None]
+
+
 class Decoder:
     """Greedy decoding: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after the end.
 
     A sentence ends with <eos>, or with REPEATS copies of an n-gram.  Valid while the weights are unchanged.  The output layer
-    is prepared once, and small sources are decoded by plans: see _PlansBySize.  A sentence alone is decoded with a draft, if
-    the model has one: see _Draft.
+    is prepared once, and sources are decoded by plans: see _SizedSteps and _PlansBySize.  A sentence alone is decoded with a
+    draft, if the model has one: see _Draft.
     """
 
     def __init__(self, model, num_steps):
@@ -75,10 +89,13 @@ class Decoder:
         self._plans = _PlansBySize(lambda source: _DecodePlans(self, source))
         self._sized = _SizedSteps(model, self._predict, num_steps)
 
-    def __call__(self, source):
+    def __call__(self, source, more=None):
+        """more: a Supply of sentences that follow the source"""
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
         B = source.rows.sentences
+        if self._sized.is_usable and (B > 1 or more):
+            return self._together(source, more)
         tokens, rows = np.full((self.num_steps, B), PAD, np.int32), np.arange(B, dtype=np.int32)
         open_, word, parents, sources, first = np.ones(B, bool), _begin(B), None, None, 0
         if B == 1 and self._draft and self._draft.is_worthwhile:
@@ -89,7 +106,7 @@ class Decoder:
                 return tokens[:first]
         else:
             plans = self._plans.get(source)
-            steps = None if plans else self._sized.start(source, B)
+            steps = None if plans else _Steps(self.model, self._predict).start(source)
         for t in range(first, self.num_steps):
             if plans:
                 word, state = plans.step(t)
@@ -108,6 +125,37 @@ class Decoder:
                 rows, open_ = rows[kept], open_[kept]
                 word, parents, sources = found[kept], kept, rows
         return tokens[:t + 1]
+
+    def _together(self, source, more):
+        """Decode with steps of any number of rows."""
+        B = source.rows.sentences
+        steps = self._sized.start(source, max(B, more.sentences) if more else B, more)
+        found, ids, slots, parents = [None] * B, np.arange(B), np.arange(B), None
+        tokens, lengths, word = np.full((self.num_steps, B), NONE, np.int32), np.zeros(B, np.int32), _begin(B)
+        while True:                                             # the newest tokens are the last, whenever a sentence began
+            while more and len(ids) + more.part <= more.sentences and (new := more.take(steps.free(slots))):
+                n, slots = new.rows.sentences, steps.add(new, slots)
+                parents = np.arange(len(ids), dtype=np.int32) if parents is None else parents
+                parents = np.append(parents, np.zeros(n, np.int32))
+                ids, lengths = np.append(ids, np.arange(len(found), len(found) + n)), np.append(lengths, np.zeros(n, np.int32))
+                tokens, word = np.pad(tokens, ((0, 0), (0, n)), constant_values=NONE), np.append(word, _begin(n))
+                found += [None] * n
+            if not len(ids):
+                break
+            word = backend.get(steps.step(lengths, word, parents, None if parents is None else slots))
+            tokens[:-1], tokens[-1] = tokens[1:], word
+            lengths, parents = lengths + 1, None
+            is_open = (word != EOS) & (lengths < self.num_steps)
+            is_open &= ~repeats(tokens[-lengths.max():], is_open)
+            if not is_open.all():
+                for r in np.flatnonzero(~is_open):
+                    found[ids[r]] = tokens[-lengths[r]:, r].copy()
+                parents, tokens = np.flatnonzero(is_open).astype(np.int32), tokens[:, is_open]
+                lengths, word, ids, slots = (x[is_open] for x in (lengths, word, ids, slots))
+        result = np.full((max(map(len, found)), len(found)), PAD, np.int32)
+        for b, some in enumerate(found):
+            result[:len(some), b] = some
+        return result
 
     @functools.cached_property
     def _draft(self):
@@ -166,7 +214,7 @@ class _Draft:
         wrong = np.flatnonzero(found != drafted)[:1]
         kept = int(wrong[0]) + 1 if len(wrong) else n
         self._drafted, self._right = self._drafted + n, self._right + kept - len(wrong)
-        return found[:kept].copy(), self._state.part(kept, 1, 0, 1)._replace(index=None)
+        return found[:kept].copy(), self._state.alone(kept, 1)
 
     def _check(self, N, n):
         """Return the n tokens that the model predicts for a source of N tokens, given the draft's."""
@@ -189,9 +237,10 @@ def _drops(model, is_open, plans):
 class _PlansBySize:
     """Plans for each size of a source: its numbers of sentences and tokens.   record(source) returns the plans of a size
 
-    A size is recorded the second time it occurs.  Plans hold the memory of all their steps, so only the most recent sizes are
-    cached, TOKENS tokens in all.  Sources of more than TOKENS tokens, on the CPU of more than LARGEST, are decoded without
-    plans: with so many rows a plan saves little, and recording it takes longer than the search.
+    They are for one sentence, and for models that cannot use _SizedSteps.  A size is recorded the second time it occurs.  Plans
+    hold the memory of all their steps, so only the most recent sizes are cached, TOKENS tokens in all.  Sources of more than
+    TOKENS tokens, on the CPU of more than LARGEST, are decoded without plans: with so many rows a plan saves little, and
+    recording it takes longer than the search.
     """
     TOKENS, LARGEST = 512, 128
 
@@ -270,35 +319,94 @@ class _Steps:
 
 class _SizedSteps:
     """The same by one plan for all searches, with any numbers of rows, sentences and source tokens: launching the kernels of a
-    step takes 0.5 ms in Python, a replay 0.03 ms.  It needs a model with reserve().
+    step takes 0.5 ms in Python, a replay 0.03 ms.  It needs a model with reserve().  It is for several sentences, also for few:
+    their size seldom occurs again, and recording plans for a size takes longer than a search.
+
+    Sentences may be added to a search, so the numbers of tokens of its rows may differ.
 
     results: as for _Steps; an array, or a tuple of arrays;  num_steps: the largest number of steps
     """
     LEAST = 5               # steps: with fewer the sizes of a plan cannot be learned
+    TOKENS, SENTENCES = 512, 64         # that are encoded at a time; of a longer sentence all tokens
 
     def __init__(self, model, results, num_steps):
         self._model, self._results, self._num_steps = model, results, num_steps
         self._plan = self._state = None
 
-    def start(self, source, rows):
-        """Encode a source for a search of at most `rows` rows.  Return the object whose step() to call: this one, or _Steps if
-        the model or the source is not for a plan."""
-        tokens, B = len(source.ids), source.rows.sentences
-        if not (hasattr(self._model, 'reserve') and self._model.free_rows and self._num_steps >= self.LEAST
-                and tokens > _PlansBySize.LARGEST):
-            return _Steps(self._model, self._results).start(source)
-        state, room = self._model.reserve(rows, tokens, B, source.rows.longest)
+    @property
+    def is_usable(self):
+        """Whether the model can be decoded by such a plan."""
+        return hasattr(self._model, 'reserve') and self._model.free_rows and self._num_steps >= self.LEAST
+
+    def start(self, source, rows, more=None):
+        """Encode a source for a search of at most `rows` rows.  Return this object.   more: the Supply of sentences that may be
+        added"""
+        B, N, longest = source.rows.sentences, len(source.ids), source.rows.longest
+        capacity = max(self.TOKENS, longest)
+        tokens, sentences = (N, B) if more is None else (max(N, more.tokens), max(B, 2 * more.sentences))
+        state, self._room = self._model.reserve(rows, max(tokens, capacity + self.LEAST), sentences, longest)
         if state is not self._state:
-            self._record(state, room)
-        self._model.start(source, state)
-        self._rows, self._sentences, self._followed = B, B, 0
+            self._record_encoder(state, capacity, self._room[1])
+            self._record(state, self._room)
+        state.sources[:B] = np.arange(B)
+        self._sentences = self._tokens = 0
+        self._free, self._places = np.empty(0, np.int32), 0
+        self._append(source)
         return self
 
-    def _record(self, state, room):
-        word, capacity = backend.zeros(room[0], np.int32), (room[0], self._num_steps - 1, self._num_steps - 1, room[2])
+    def free(self, slots):
+        """Return for how many more source tokens there is room.   slots: numbers of the sentences that are still searched"""
+        return self._room[1] - int(np.diff(self._state.memory_rows.offsets)[slots].sum())
 
-        def step(rows, t, followed, sentences):
-            h, _ = self._model.next(word[:rows], state.part(t, rows, followed, sentences))
+    def add(self, source, slots):
+        """Encode more sentences.   slots: the numbers of the sentences that are still searched, ascending.   Return the numbers
+        that they have now, and after them the new ones, for `sources` of step()."""
+        if self._sentences + source.rows.sentences > self._room[2] or self._tokens + len(source.ids) > self._room[1]:
+            self._model.keep_sources(self._state, slots)
+            self._sentences = len(slots)
+            self._tokens, slots = int(self._state.memory_rows.offsets[len(slots)]), np.arange(len(slots))
+        return np.concatenate([slots, self._append(source)])
+
+    def _append(self, source):
+        """Encode sentences.   Return their numbers"""
+        first, B = self._sentences, source.rows.sentences
+        self._encode(source)
+        self._state.memory_rows.offsets[first:first + B + 1] = source.rows.offsets + self._tokens
+        self._sentences, self._tokens = first + B, self._tokens + len(source.ids)
+        return np.arange(first, first + B)
+
+    def _record_encoder(self, state, capacity, most):
+        """Record a plan that encodes some sentences, at most `capacity` tokens.   most: source tokens that a state can hold"""
+        self._source = Sequences(*(backend.zeros(n, np.int32) for n in (capacity, capacity)),
+                                 Packed(backend.zeros(self.SENTENCES + 1, np.int32), state.memory_rows.longest))
+
+        def encode(tokens, sentences, at):
+            ids, positions, rows = self._source
+            rows = rows._replace(offsets=rows.offsets[:sentences + 1])
+            self._model.encode(Sequences(ids[:tokens], positions[:tokens], rows), state, at)
+        with SizedPlan(run=False) as self._encoder:
+            encode(*(sizes := (capacity, self.SENTENCES, most - capacity)))
+        self._encoder.learn_sizes(encode, sizes)
+
+    def _encode(self, source):
+        """Encode a source, some sentences at a time: what they need stays in the caches."""
+        ids, positions, (offsets, _) = source
+        first, B, capacity = 0, source.rows.sentences, len(self._source.ids)
+        while first < B:
+            at = int(offsets[first])
+            end = min(first + self.SENTENCES, int(np.searchsorted(offsets, at + capacity, 'right')) - 1)
+            n = int(offsets[end]) - at
+            self._source.ids[:n], self._source.positions[:n] = ids[at:at + n], positions[at:at + n]
+            self._source.rows.offsets[:end - first + 1] = offsets[first:end + 1] - at
+            self._encoder.resize((n, end - first, self._tokens + at))
+            self._encoder.run()
+            first = end
+
+    def _record(self, state, room):
+        word, capacity = backend.zeros(room[0], np.int32), (room[0], room[2])
+
+        def step(rows, sentences):
+            h, _ = self._model.next(word[:rows], state.part(rows, sentences))
             return self._results(h)
         with SizedPlan(run=False) as recorded:
             recorded.results = step(*capacity)
@@ -306,19 +414,34 @@ class _SizedSteps:
         self._plan, self._state, self._word = recorded, state, word
 
     def step(self, t, word, parents=None, sources=None):
-        """As _Steps.step().  The results are valid until the next step."""
-        R = len(word)
+        """As _Steps.step(); t may be an array (R,).  The results are valid until the next step."""
+        R, state = len(word), self._state
+        index, longest = state.index, int(np.max(t)) + 1
         if parents is not None:
-            before = self._state.part(t, self._rows, self._followed, self._sentences)
-            index = self._model.follow(before, parents).index
-            self._state.index[:index.size], self._followed = index.reshape(-1), t
+            index[:longest, :R] = index[:longest, parents]
         if sources is not None:
-            self._state.sources[:R] = sources
-        self._word[:R], self._rows = word, R
-        self._plan.resize((R, t, self._followed, self._sentences))
+            state.sources[:R] = sources
+        state.positions[:R], self._word[:R] = t, word
+        if len(self._free) < R:
+            self._find_places(index[:longest, :R], state.positions[:R])
+        state.places[:R], self._free = self._free[:R], self._free[R:]
+        index[state.positions[:R], np.arange(R)] = state.places[:R]
+        self._plan.resize((R, self._sentences))
         self._plan.run()
         found = self._plan.results
         return tuple(_first(x, R) for x in found) if isinstance(found, tuple) else _first(found, R)
+
+    def _find_places(self, index, positions):
+        """Find the rows of the caches that no hypothesis reads.   index (longest, R): the rows that each reads, up to the one
+        before its position;  positions (R,)"""
+        R, most = len(positions), self._state.index.size
+        is_free = np.ones(most, bool)
+        is_free[index[np.arange(len(index))[:, None] < positions]] = False
+        while True:                                     # as few as possible, which stay in the caches of the CPU
+            self._free = np.flatnonzero(is_free[:self._places]).astype(np.int32)
+            if len(self._free) >= 4 * R or self._places == most:
+                return
+            self._places = min(most, self._places + 4 * R)
 
 
 def _first(array, rows):
@@ -381,7 +504,7 @@ class Hypothesis(NamedTuple):
 class BeamDecoder:
     """Beam search: source, Sequences of B >= 1 sentences -> for each a list of at most nbest Hypotheses, the best first.
 
-    Valid while the weights are unchanged.  Small sources are decoded by plans: see _PlansBySize.
+    Valid while the weights are unchanged.  Sources are decoded by plans: see _SizedSteps and _PlansBySize.
     With beam 1 the result is greedy decoding.
     """
 
@@ -391,9 +514,13 @@ class BeamDecoder:
         self._sized = _SizedSteps(model, self.candidates, search.max_len)
         self._prepared = model.output.prepare() if search.beam == 1 else None
 
-    def __call__(self, source):
-        plans, B = self._plans.get(source), source.rows.sentences
-        steps = None if plans else self._sized.start(source, self.search.beam * B)
+    def __call__(self, source, more=None):
+        """more: a Supply of sentences that follow the source"""
+        B = source.rows.sentences
+        if self._sized.is_usable and (B > 1 or more):
+            return self._together(source, more)
+        plans = self._plans.get(source)
+        steps = None if plans else _Steps(self.model, self.candidates).start(source)
         beams, rows = Beams(self.search, B), None
         for t in range(self.search.max_len):
             if plans:
@@ -401,8 +528,8 @@ class BeamDecoder:
             elif t == 0:
                 index, logp = steps.step(t, _begin(B))
             elif self.model.free_rows:
-                rows, *live = beams.live(rows)
-                index, logp = steps.step(t, *live)
+                rows, word, parents, columns = beams.live(rows)
+                index, logp = steps.step(t, word, parents, beams.ids[columns].astype(np.int32))
             else:
                 index, logp = steps.step(t, backend.put(beams.word.ravel()), backend.put(beams.parents.ravel()))
             beams.advance(backend.get(index), backend.get(logp), rows)
@@ -411,6 +538,26 @@ class BeamDecoder:
             if _drops(self.model, beams.open, plans):
                 if plans:
                     steps, plans = _Steps(self.model, self.candidates, state), None
+                beams.keep(np.flatnonzero(beams.open))
+        return beams.results()
+
+    def _together(self, source, more):
+        """Search with steps of any number of rows."""
+        B, beam = source.rows.sentences, self.search.beam
+        most = beam * (max(B, more.sentences) if more else B)
+        steps = self._sized.start(source, most, more)
+        beams, rows, slots = Beams(self.search, B), None, np.arange(B)
+        while True:
+            while more and beams.places.sum() + beam * more.part <= most and (new := more.take(steps.free(slots))):
+                slots = steps.add(new, slots)
+                beams.add(new.rows.sentences)
+            if not beams.sentences:
+                break
+            rows, word, parents, columns = beams.live(rows)
+            index, logp = steps.step(beams.lengths[columns], word, parents, slots[columns])
+            beams.advance(backend.get(index), backend.get(logp), rows)
+            if not beams.open.all():
+                slots = slots[beams.open]
                 beams.keep(np.flatnonzero(beams.open))
         return beams.results()
 
@@ -459,15 +606,17 @@ class Beams:
 
     word, parents   (beam, B') int32: the tokens of the B' sentences that are still computed, and the rows of the previous step
                     that they continue: row i * B' + b is hypothesis i of sentence b.  Unused places have <pad>
+    lengths         (B',): the numbers of tokens of their hypotheses
     open            (B',) bool: whether the sentence is not finished
     """
 
     def __init__(self, search, sentences):
         B = sentences
-        self.search, self.t = search, 0
-        self.ids, self.open = np.arange(B), np.ones(B, bool)
+        self.search = search
+        self.ids, self.lengths, self.open = np.arange(B), np.zeros(B, np.int32), np.ones(B, bool)
         self.sums = np.zeros((1, B))                            # log probability of each hypothesis; NaN: an unused place
-        self.tokens = np.zeros((0, 1, B), np.int32)             # (t, beam, B)
+        self.word, self.parents = np.full((1, B), BOS, np.int32), np.zeros((1, B), np.int32)
+        self.tokens = np.zeros((0, 1, B), np.int32)             # (t, beam, B), the newest last, NONE before the first
         self.places = np.full(B, search.beam)                   # those without a finished hypothesis
         self.nth = np.full(B, np.nan)                           # nbest-th score of the finished that are not cut; NaN: fewer
         self.finished = [[] for _ in range(B)]                  # by sentence: (is_cut, -score, order, tokens)
@@ -479,12 +628,26 @@ class Beams:
 
     def live(self, rows=None):
         """Return the places of the live hypotheses, indices into the raveled `word`, ascending; and for the next step their
-        word, parents and sources, (R,) int32 each.   rows: the places that the last step computed, None for all"""
+        word and parents, (R,) int32 each, and the indices of their sentences into `open`.   rows: the places that the last step
+        computed, None for all"""
         places = np.flatnonzero(~np.isnan(self.sums) & self.open)
         parents = self.parents.ravel()[places]
         if rows is not None:
             parents = np.searchsorted(rows, parents).astype(np.int32)
-        return places, self.word.ravel()[places], parents, self.ids[places % len(self.open)].astype(np.int32)
+        return places, self.word.ravel()[places], parents, places % len(self.open)
+
+    def add(self, n):
+        """Add n sentences."""
+        places, B = self.sums.shape[0], len(self.open)
+        self.ids = np.append(self.ids, np.arange(len(self.finished), len(self.finished) + n))
+        self.finished += [[] for _ in range(n)]
+        self.lengths, self.open = np.append(self.lengths, np.zeros(n, np.int32)), np.append(self.open, np.ones(n, bool))
+        self.places, self.nth = np.append(self.places, [self.search.beam] * n), np.append(self.nth, [np.nan] * n)
+        self.sums = np.pad(self.sums, ((0, 0), (0, n)), constant_values=np.nan)
+        self.sums[0, B:] = 0.0
+        self.tokens = np.pad(self.tokens, ((0, 0), (0, 0), (0, n)), constant_values=NONE)
+        self.word = np.concatenate([self.word, np.full((places, n), BOS, np.int32)], 1)
+        self.parents = np.concatenate([self.parents, np.zeros((places, n), np.int32)], 1)
 
     def advance(self, index, logp, rows=None):
         """Add a token.  index (R, k) or (R,), logp (R, k): the candidates of each row of the last step, the best first.
@@ -506,13 +669,14 @@ class Beams:
         parent = best // k                                      # (B, beam)
         live = ~np.isnan(sums) & (np.arange(beam) < self.places[:, None]) & self.open[:, None]
 
-        self.tokens = np.concatenate([self.tokens[:, parent.T, np.arange(B)], word.T[None]], dtype=np.int32)
-        self.t += 1
+        before = self.tokens[len(self.tokens) - self.lengths.max():]
+        self.tokens = np.concatenate([before[:, parent.T, np.arange(B)], word.T[None]], dtype=np.int32)
+        self.lengths += 1
         is_cut = repeats(self.tokens, (live & (word != EOS)).T).T
-        ends = live & ((word == EOS) | is_cut | (self.t == self.search.max_len))
+        ends = live & ((word == EOS) | is_cut | (self.lengths == self.search.max_len)[:, None])
         if ends.any():
             for b, i in np.argwhere(ends).tolist():
-                self._finish(b, sums[b, i], self.tokens[:, i, b].copy(), bool(is_cut[b, i]))
+                self._finish(b, sums[b, i], self.tokens[-self.lengths[b]:, i, b].copy(), bool(is_cut[b, i]))
             self.places -= ends.sum(1)
             live &= ~ends
             order = np.argsort(~live, axis=1, kind='stable')    # live hypotheses first, as they are if none has ended
@@ -528,7 +692,7 @@ class Beams:
     def _finish(self, b, log_probability, tokens, is_cut):
         """Add a finished hypothesis of sentence b, an index into `open`."""
         finished, nbest = self.finished[self.ids[b]], self.search.nbest
-        finished.append((is_cut, -float(self.search.score(log_probability, self.t)), len(finished), tokens))
+        finished.append((is_cut, -float(self.search.score(log_probability, len(tokens))), len(finished), tokens))
         scores = sorted(negative for is_cut, negative, *_ in finished if not is_cut)
         if len(scores) >= nbest:
             self.nth[b] = -scores[nbest - 1]
@@ -536,6 +700,7 @@ class Beams:
     def keep(self, kept):
         """Drop all sentences but these, indices into `open`."""
         self.ids, self.open, self.places, self.nth = self.ids[kept], self.open[kept], self.places[kept], self.nth[kept]
+        self.lengths = self.lengths[kept]
         self.sums = self.sums[:, kept]
         self.tokens, self.word = self.tokens[:, :, kept], np.ascontiguousarray(self.word[:, kept])
         self.parents = np.ascontiguousarray(self.parents[:, kept])

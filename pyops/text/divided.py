@@ -18,7 +18,7 @@ from pyops import backend
 from pyops.errors import UserError
 from pyops.text.flags import WORTH
 from pyops.text.processes import Ended, Process, Start, shares
-from pyops.text.translator import WINDOW, Translator
+from pyops.text.translator import WINDOW, Translator, parts_of
 
 _AHEAD = 4              # parts for each process that wait for it; with fewer the next window is read
 _WINDOWS = 3            # most windows that have been read and not written
@@ -157,7 +157,7 @@ class Divided:
     def _divide(self, order: Sequence[int]) -> list[Sequence[int]]:
         """Return parts with about as many texts each, as many for each process.  Texts of a part have similar lengths, and the
         longest are in the first part, so that all processes end at about the same time."""
-        count = min(len(order), self._number * -(-len(order) // (self._number * self._size)))
+        count = min(len(order), parts_of(len(order), self._number, self._size))
         ends = [n * len(order) // count for n in range(count + 1)]
         return [order[first:end] for first, end in zip(ends, ends[1:], strict=False)]
 

@@ -46,11 +46,11 @@ AVERAGED = 5                                                    # --last of the 
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
 
 
-def parser(program, description, defaults, epochs, dropped, recipes, presets=None, docstring=None):
+def parser(program, description, defaults, epochs, dropped, recipes, presets=None, docstring=None, fp8=False):
     """Return the parser of a training program without the flags of its model; use it with `parse_training`.
 
     defaults: the program's settings;  epochs: default of -e;  dropped: where dropout is applied, for --help;  docstring: of the
-    program, with its examples
+    program, with its examples;  fp8: as in add_gpu_flag
     """
     p = ArgumentParser(prog=programs.command(program), description=description, docstring=docstring)
     training, checkpoints, data = map(p.group, ('training', 'checkpoints', 'data'))
@@ -114,7 +114,7 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
                           help='flags found by search for this time on two cores (docs/quality.md); flags given besides take '
                           f'precedence (default: none; names: {", ".join(recipes)})')
     _add_schedule_flags(p.group('schedule'), defaults)
-    add_gpu_flag(p)
+    add_gpu_flag(p, fp8)
     add_quant_flags(p, 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
     add_rank_flags(p, 'as in the checkpoint, in a new run ')
     add_plan_flags(p)

@@ -381,7 +381,7 @@ class Parts:
             return self.gradients_of(model, self._pairs.batch(rows, *sizes), self._count, None)
         backend.launch('fill', self._loss, 1, 0.0)
         first = 0
-        with model.params.rounded_once():
+        with model.params.rounded_once(), quantization.same_weights(model.config.ops):
             for i in range(len(sizes) // 3):
                 count, *tokens = sizes[3 * i:3 * i + 3]
                 share = self._shares[i:i + 1]
@@ -461,7 +461,7 @@ class Validation:
 def validation_loss(model, pairs, batch_size):
     """Return the mean loss per token over all pairs, without dropout.  Ranks share the batches."""
     losses = {}                                                     # loss and tokens by number of the first pair
-    with model.params.rounded_once():
+    with model.params.rounded_once(), quantization.same_weights(model.config.ops):
         for first in range(batch_size * distributed.rank(), len(pairs), batch_size * distributed.size()):
             batch = pairs.batch_of(np.arange(first, min(first + batch_size, len(pairs))))
             loss, ctx = model.forward(batch, gradients=False)

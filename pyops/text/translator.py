@@ -8,8 +8,10 @@ All programs that translate use it: there is no other path from text to token id
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from pyops import COMPUTE_TYPES, backend, checkpoint, programs
 from pyops.errors import UserError
-from pyops.text.decoding import BeamDecoder, Search, check_whole
+from pyops.text.decoding import BeamDecoder, Search, Supply, check_whole
 from pyops.text.flags import BATCH_ROWS, BATCH_SIZE, BEAM, LENGTH_PENALTY
 from pyops.text.pairs import Ragged, Sequences
 from pyops.text.tokenizer import Tokenizer, restore
@@ -33,6 +35,7 @@ WORKERS = 4             # most batches at the same time on the CPU: Python runs 
 _TOKENS = 5120          # source tokens of a batch on the CPU, if it has more than one text: they bound its memory
 _GPU_ROWS = 64          # sentences of every batch on a GPU
 _WORKER_ROWS = 16       # least hypotheses of a batch, if several are decoded at the same time
+_PARTS = 4              # batches of a worker, if they have at least a fifth of the texts that a batch may have
 _WEIGHTS = 1 << 20      # elements of an attention matrix of a batch, per head
 _SHOWN = 60             # characters of a text in a warning
 _DEVICE = threading.RLock()     # held during device work: the recording of a plan and the device are global to the process
@@ -41,7 +44,7 @@ T = TypeVar('T')
 Texts = Sequence[str] | np.ndarray[Any, Any]
 Many = Literal[2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
                32]      # values of nbest: all up to LARGEST_BEAM with which a result is a list
-Decode = Callable[[Sequences], 'list[list[tuple[np.ndarray, float | None]]]']
+Decode = Callable[[Sequences, 'Supply | None'], 'list[list[tuple[np.ndarray, float | None]]]']
 
 
 class Translation(NamedTuple):
@@ -138,6 +141,28 @@ def _pack(model: Any) -> None:
     """Pack the parameters of a model for the compute type float32; without effect if its layers read them unpacked."""
     if getattr(model.config.ops, 'is_compact', False) and not model.config.ops.rounds:
         model.config.ops.pack(model.params)
+
+
+class _Waiting:
+    """Texts that several workers take.   order: their numbers, the shortest first;  tokens: of each text"""
+
+    def __init__(self, order: np.ndarray, tokens: np.ndarray) -> None:
+        self._order, self._tokens, self._lock = order, tokens, threading.Lock()
+
+    def take(self, most: int, tokens: float) -> list[int]:
+        """Return the numbers of the longest texts, at most `most` with at most so many tokens: so workers end at about the
+        same time."""
+        with self._lock:
+            count = int(np.searchsorted(np.cumsum(self._tokens[self._order[:-most - 1:-1]]), tokens, 'right'))
+            self._order, taken = np.split(self._order, [len(self._order) - count])
+            return taken.tolist()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._order = self._order[:0]
 
 
 class Translator:
@@ -349,33 +374,36 @@ class Translator:
         results = [_Found(words[n], sources[n], max(0, int(lengths[n]) + 1 - self.num_steps), []) for n in range(len(words))]
         with _DEVICE, backend.on(self._device):
             workers, rows = self._workers(len(order), search), _rows(batch_size)
-            if divide:
-                rows = max(1, min(rows, -(-len(order) // workers)))
-            workers = max(1, min(workers, -(-len(order) // rows)))
+            is_host = self._device.is_host
+            joins = rows > 1 and is_host and hasattr(self.model, 'reserve') and bool(self.model.free_rows)
+            if divide and workers > 1:
+                size = max(1, rows // _PARTS) if joins else rows
+                parts = workers * -(-len(order) // (workers * size)) if joins else parts_of(len(order), workers, rows)
+                first = part = max(1, min(size, -(-len(order) // parts)))
+            else:
+                first, part = rows, max(1, rows // _PARTS)
+            workers = max(1, min(workers, -(-len(order) // first)))
             decoders = self._decoder(search, scores, workers)
-            if len(order) > rows and self._device.is_host and hasattr(self.model, 'reserve') and self.model.free_rows:
-                # Once for all batches: memory that grows with them would be allocated several times.
-                for model in self._models[:workers]:
-                    model.reserve(rows * search.beam, min(rows * self.num_steps, _TOKENS), rows, self.num_steps)
-            batches = []
-            while len(order):
-                some, most = order[:rows], np.minimum(lengths[order[:rows]] + 1, self.num_steps)
-                if self._device.is_host:
-                    some = some[:max(1, int(np.searchsorted(most * np.arange(1, len(some) + 1), _TOKENS, 'right')))]
-                order = order[len(some):]
-                batches.append(some)
+            waiting, most = _Waiting(order, np.minimum(lengths + 1, self.num_steps)), _TOKENS if is_host else math.inf
+            firsts = {decode: waiting.take(first, most) for decode in decoders}        # before anyone takes more
+
+            def sequences(some: Sequence[int]) -> Sequences:
+                return Sequences.of([sources[n] for n in some], self.num_steps)
+
+            def more(taken: list[int], tokens: int) -> Sequences | None:
+                new = waiting.take(part, tokens)
+                taken.extend(new)
+                return sequences(new) if new else None
 
             def work(decode: Decode) -> None:
-                while True:
-                    try:
-                        some = batches.pop()                # the longest texts first: workers end at about the same time
-                    except IndexError:                      # `while batches` could see one that another worker takes
-                        return
-                    filled = some if self._device.is_host else np.resize(some, rows)
-                    outputs = decode(Sequences.of([sources[n] for n in filled], self.num_steps))
-                    for n, hypotheses in zip(some, outputs, strict=False):
+                while some := firsts.pop(decode, None) or waiting.take(first, most):
+                    taken = [*some]
+                    filled: Any = some if is_host else np.resize(some, rows)
+                    supply = Supply(rows, _TOKENS, part, partial(more, taken)) if joins and waiting else None
+                    outputs = decode(sequences(filled), supply)
+                    for n, hypotheses in zip(taken, outputs, strict=False):
                         results[n].outputs.extend((ids[ids != PAD], score) for ids, score in hypotheses)
-            _in_parallel(work, decoders, batches)
+            _in_parallel(work, decoders, waiting)
         return results
 
     def _workers(self, texts: int, search: Search) -> int:
@@ -406,11 +434,14 @@ class Translator:
 
     @staticmethod
     def _make_decoder(model: Any, search: Search, is_greedy: bool) -> Decode:
-        if is_greedy:
-            greedy = model.decoding(search.max_len)
-            return lambda source: [[(ids, None)] for ids in greedy(source).T]
-        beam = BeamDecoder(model, search)
-        return lambda source: [[(found.tokens, found.score) for found in some] for some in beam(source)]
+        decoder = model.decoding(search.max_len) if is_greedy else BeamDecoder(model, search)
+
+        def decode(source: Sequences, more: Supply | None = None) -> list[list[tuple[np.ndarray, float | None]]]:
+            found = decoder(source, more) if more else decoder(source)
+            if is_greedy:
+                return [[(ids, None)] for ids in found.T]
+            return [[(one.tokens, one.score) for one in some] for some in found]
+        return decode
 
     def _described(self, found: _Found, weights: Iterator[np.ndarray | None], alignments: bool) -> list[Translation]:
         """Return the Translations of a text.   weights: the next ones belong to its outputs"""
@@ -463,6 +494,14 @@ def texts_per_batch(batch_size: int | None, beam: int) -> int:
     return batch_size
 
 
+def parts_of(texts: int, workers: int, size: int) -> int:
+    """Return into how many parts of at most `size` texts are divided: as many for each worker.
+
+    With several parts each, the shortest texts last, workers end at about the same time.
+    """
+    return workers * max(1, -(-texts // (workers * size)), min(_PARTS, texts // (workers * max(1, size // 5))))
+
+
 def _rows(batch_size: int) -> int:
     """Return the number of sentences in a batch.  On a GPU every batch has the same, because 64 sentences take the time of one
     and a plan has been recorded.  There the last bits of a score may depend on the batch: products divide a sum
@@ -470,10 +509,10 @@ def _rows(batch_size: int) -> int:
     return batch_size if backend.current_device().is_host else _GPU_ROWS
 
 
-def _in_parallel(work: Callable[[Decode], None], decoders: Sequence[Decode], batches: list[Any]) -> None:
+def _in_parallel(work: Callable[[Decode], None], decoders: Sequence[Decode], waiting: _Waiting) -> None:
     """Run work(decoder) for each decoder, in a thread with its part of the threads of a kernel if there are several.
 
-    batches: emptied if one fails or the user interrupts, so that all end soon
+    waiting: emptied if one fails or the user interrupts, so that all end soon
     """
     if len(decoders) == 1:
         return work(decoders[0])
@@ -484,7 +523,7 @@ def _in_parallel(work: Callable[[Decode], None], decoders: Sequence[Decode], bat
             for done in [pool.submit(work, decode) for decode in decoders]:
                 done.result()
         finally:
-            batches.clear()
+            waiting.clear()
     return None
 
 

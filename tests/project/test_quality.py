@@ -195,7 +195,7 @@ class Judge:
         return dict(one_reference=dict(bleu=10.0), all_references=dict(bleu=20.0))
 
 
-@pytest.mark.parametrize('every, expected', [(None, [3, 7, 8]), (3.0, [3, 6, 8])])
+@pytest.mark.parametrize('every, expected', [(None, [3, 7, 8]), (3.0, [3, 6, 8]), (0.4, [1, 2, 3, 4, 5, 6, 7, 8])])
 def test_a_contestant_is_evaluated_after_each_epoch_or_so_many_seconds(every, expected):
     side = quality.Side(Worker(), 8, every, [3, 7, 8])
     while not side.is_done:

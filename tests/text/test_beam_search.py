@@ -175,7 +175,7 @@ def test_a_repetition_ends_a_hypothesis_and_comes_after_all_others():
         W = beams.sums.shape[0]
         beams.advance(np.repeat(index, W, 0), np.repeat(logp, W, 0))
     (first, second), = beams.results()
-    assert second.is_cut and second.tokens.tolist() == [5, 6] * REPEATS and beams.t == 2 * REPEATS
+    assert second.is_cut and second.tokens.tolist() == [5, 6] * REPEATS and beams.lengths.tolist() == [2 * REPEATS]
     assert not first.is_cut and first.tokens[-1] == EOS and first.score < second.score
     for tokens, is_cut in (([7] * 4, True), ([7] * 3, False), ([4, 5, 6] * 4, True), ([4, 5, 6] * 3 + [4, 5, 7], False)):
         assert repeats(tuple(tokens)) == is_cut
@@ -299,6 +299,7 @@ def test_beam_1_is_greedy_decoding(trained):
 def test_the_plans_of_the_latest_sizes_are_kept_up_to_a_number_of_tokens(trained, monkeypatch):
     translator, corpus = trained
     monkeypatch.setattr(decoding._PlansBySize, 'TOKENS', 24)
+    monkeypatch.setattr(decoding._SizedSteps, 'LEAST', 100)     # no model uses its plan
     decode = BeamDecoder(translator.model, Search(9, 2))
 
     def sizes(rows):
@@ -319,6 +320,16 @@ def test_the_plans_of_the_latest_sizes_are_kept_up_to_a_number_of_tokens(trained
     assert sizes(other) == [size_of[2]]
 
 
+@on_the_cpu                     # a GPU has plans for each size
+def test_several_sentences_have_no_plans_for_their_size_if_the_model_has_a_plan_for_any_size(trained):
+    translator, corpus = trained
+    beam, greedy = BeamDecoder(translator.model, Search(9, 2)), Decoder(translator.model, 9)
+    source = source_of(translator, corpus, [0, 10])
+    for _ in range(3):
+        beam(source), greedy(source)
+    assert bool(beam._plans._plans) == bool(greedy._plans._plans) == isinstance(translator.model, Seq2Seq)
+
+
 def translations_agree(translator, texts, **how):
     """Translate in batches of several sizes and orders; require the same texts and the same bits of scores."""
     def translate(texts, batch_size):
@@ -337,7 +348,7 @@ def test_every_batch_of_a_gpu_has_the_same_number_of_sentences(trained, monkeypa
     """So that its products always have the same sizes."""
     translator, corpus = trained
     computed = []
-    monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: lambda source: (
+    monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: lambda source, more=None: (
         computed.append(source.rows.sentences) or np.full((1, source.rows.sentences), EOS, np.int32)))
     monkeypatch.setattr(Translator, '_workers', lambda *_: 1)
     fresh = Translator(translator.model, translator.source_vocabulary, translator.target_vocabulary)
@@ -345,7 +356,7 @@ def test_every_batch_of_a_gpu_has_the_same_number_of_sentences(trained, monkeypa
     for batch_size, sizes in ((1, [1] * 70), (7, [7] * 10), (64, [6, 64])):
         computed.clear()
         assert fresh.translate(texts, beam=1, batch_size=batch_size) == [''] * 70
-        assert set(computed) == {64} if ON_GPU else computed == sizes
+        assert set(computed) == {64} if ON_GPU else computed == sizes[::-1]
 
 
 @on_the_cpu
@@ -383,6 +394,7 @@ def test_rows_of_finished_hypotheses_are_not_computed_and_nothing_changes(traine
         return [([[(one.tokens.tolist(), one.score) for one in some] for some in beam(source)], greedy(source).tolist())
                 for _ in range(3)]                  # the second time plans are recorded and left, the third time replayed
     monkeypatch.setattr(decoding._PlansBySize, 'LARGEST', 1000)
+    monkeypatch.setattr(decoding._SizedSteps, 'LEAST', 100)     # no model uses its plan
     monkeypatch.setattr(model.output, 'predict', lambda h, prepared: sizes.append(len(h)) or predict(h, prepared))
     monkeypatch.setattr(model.output, 'topk', lambda h, k: sizes.append(len(h)) or topk(h, k))
     first, *others = found()
@@ -397,8 +409,7 @@ def test_rows_of_finished_hypotheses_are_not_computed_and_nothing_changes(traine
 def test_one_plan_runs_the_steps_of_all_searches_and_is_recorded_again_for_more_rows(trained, monkeypatch, beam):
     translator, corpus = trained
     model, search, recorded, learn = translator.model, Search(9, beam), [], decoding.SizedPlan.learn_sizes
-    sources = [source_of(translator, corpus, np.arange(n) * 11 % 500) for n in (30, 32, 120, 35)]
-    assert all(len(source.ids) > decoding._PlansBySize.LARGEST for source in sources)
+    sources = [source_of(translator, corpus, np.arange(n) * 11 % 500) for n in (30, 2, 32, 120, 35)]
     monkeypatch.setattr(model, '_reserved', (None, (0, 0, 0)), raising=False)
     monkeypatch.setattr(decoding.SizedPlan, 'learn_sizes', lambda plan, *sizes: recorded.append(sizes) or learn(plan, *sizes))
 
@@ -406,10 +417,41 @@ def test_one_plan_runs_the_steps_of_all_searches_and_is_recorded_again_for_more_
         return [([[(one.tokens.tolist(), one.score) for one in some] for some in decode(source)], greedy(source).tolist())
                 for source in sources]
     got = found(BeamDecoder(model, search), Decoder(model, 9))
-    assert len(recorded) == (0 if isinstance(model, Seq2Seq) else 4), 'each decoder records at first, and for 120 sentences'
-    monkeypatch.setattr(decoding, '_SizedSteps', lambda model, results, _: decoding._Steps(model, results))
-    monkeypatch.setattr(decoding._Steps, 'start', lambda steps, source, rows, start=decoding._Steps.start: start(steps, source))
+    assert len(recorded) == (0 if isinstance(model, Seq2Seq) else 8), 'two plans of each decoder, and again for 120 sentences'
+    monkeypatch.setattr(decoding._SizedSteps, 'LEAST', 100)     # it is not used
     assert found(BeamDecoder(model, search), Decoder(model, 9)) == got
+
+
+@on_the_cpu
+@pytest.mark.parametrize('part', [1, 3, 7])
+def test_sentences_that_join_a_search_have_the_hypotheses_and_scores_of_a_search_without_them(trained, monkeypatch, part):
+    """There is little room, so that places of keys are used again, and sources are moved."""
+    translator, corpus = trained
+    model, search, rows = translator.model, Search(9, 3, 2), np.arange(60) * 7 % 500
+    monkeypatch.setattr(model, '_reserved', (None, (0, 0, 0)), raising=False)
+    waiting, taken = list(rows[7:]), []
+
+    def take(tokens):
+        new = source_of(translator, corpus, waiting[:part]) if waiting else None
+        if new is None or len(new.ids) > tokens:
+            return None
+        del waiting[:part]
+        taken.append(new.rows.sentences)
+        return new
+    want = [BeamDecoder(model, search)(source_of(translator, corpus, [row])) for row in rows]
+    greedy = [Decoder(model, 9)(source_of(translator, corpus, [row]))[:, 0] for row in rows]
+    first, supply = source_of(translator, corpus, rows[:7]), decoding.Supply(12, 100, part, take)
+    found = BeamDecoder(model, search)(first, supply)
+    if isinstance(model, Seq2Seq):                  # it has no plan for any size
+        assert len(found) == 7 and not taken
+        return
+    assert sum(taken) == 53
+    for (one,), other in zip(want, found, strict=True):
+        assert [(h.tokens.tolist(), h.score) for h in one] == [(h.tokens.tolist(), h.score) for h in other]
+    waiting[:] = rows[7:]
+    found = Decoder(model, 9)(first, supply)
+    for b, tokens in enumerate(greedy):
+        assert found[:len(tokens), b].tolist() == tokens.tolist() and not found[len(tokens):, b].any()
 
 
 @on_the_cpu                     # a GPU copies

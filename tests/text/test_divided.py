@@ -10,6 +10,7 @@ from pyops.errors import UserError
 from pyops.text import divided
 from pyops.text.divided import Divided
 from pyops.text.processes import Ended
+from pyops.text.translator import parts_of
 
 KILLED = Ended('the process that translated was ended by signal 9')
 
@@ -104,8 +105,8 @@ def test_all_processes_translate_at_the_same_time_with_their_part_of_the_threads
         seen[translator and translator.threads or backend.threads()] += 1
         return echo(translator, texts, numbers)
     texts = windows(24)
-    assert translated(texts, task, number=3) == expected(texts)             # six parts
-    assert seen == {2: 2, 1: 4} and [one.threads for one in made] == [1, 1]
+    assert translated(texts, task, number=3) == expected(texts)             # twelve parts
+    assert seen == {2: 4, 1: 8} and [one.threads for one in made] == [1, 1]
 
 
 def test_parts_have_texts_of_similar_length_and_the_longest_are_first():
@@ -113,6 +114,13 @@ def test_parts_have_texts_of_similar_length_and_the_longest_are_first():
     parts = Divided(None, echo, (), None, 8, None, 3)._divide(sorted(range(101), key=lambda n: -lengths[n]))
     assert [lengths[n] for part in parts for n in part] == [*range(100, -1, -1)]
     assert len(parts) == 15 and {len(part) for part in parts} == {6, 7}     # as many for each of three
+
+
+@pytest.mark.parametrize('texts,workers,size,parts', [
+    (1000, 2, 320, 8), (10240, 2, 320, 32), (300, 2, 320, 4), (130, 2, 320, 2), (5, 2, 320, 2), (0, 2, 320, 2),
+    (1000, 2, 64, 16)])
+def test_a_worker_has_several_parts_unless_they_are_small(texts, workers, size, parts):
+    assert parts_of(texts, workers, size) == parts
 
 
 def test_few_windows_are_read_before_the_first_is_written(made):

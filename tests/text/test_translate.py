@@ -225,9 +225,9 @@ def decoders(trained, monkeypatch):
     def watched(*arguments):
         decode = made(*arguments)
 
-        def noted(source):
+        def noted(source, more):
             decoded.append((threading.get_ident(), backend.threads()))
-            return decode(source)
+            return decode(source, more)
         return noted
     translator.reset()
     monkeypatch.setattr(translator, '_make_decoder', watched)
@@ -274,7 +274,7 @@ def test_an_error_in_a_batch_ends_the_others_and_the_next_call_is_right(trained,
     want, decoded, threads = translator.translate(texts, beam=2), [], backend.threads()
 
     def failing(model, search, is_greedy):
-        def decode(source):
+        def decode(source, more):
             decoded.append(source)
             raise MemoryError('no memory')
         return decode
@@ -510,12 +510,12 @@ def test_a_batch_has_fewer_texts_if_they_are_long_and_all_of_a_worker_use_the_sa
     translator, texts = trained
     translator.reset()
     expected, batches, of, rooms = translator.translate(texts, beam=2), [], Sequences.of, []
+    translator.reset()
     if hasattr(translator.model, 'room'):
         room = translator.model.room
         monkeypatch.setattr(translator, '_models', [translator.model])
         monkeypatch.setattr(translator.model, '_reserved', (None, (0, 0, 0)))
         monkeypatch.setattr(translator.model, 'room', lambda *sizes: rooms.append(sizes) or room(*sizes), raising=False)
-        monkeypatch.setattr(decoding._PlansBySize, 'LARGEST', 0)        # then all batches take the plan of any size
     monkeypatch.setattr(module, '_TOKENS', 20)
     monkeypatch.setattr(translator, '_workers', lambda texts, search: workers)
     monkeypatch.setattr(Sequences, 'of', lambda some, longest: batches.append([len(ids) for ids in some]) or of(some, longest))
@@ -525,7 +525,7 @@ def test_a_batch_has_fewer_texts_if_they_are_long_and_all_of_a_worker_use_the_sa
         lengths = [length for some in batches for length in some]
         assert lengths == sorted(lengths)
     assert sum(map(len, batches)) == len(texts) and all(some == sorted(some) for some in batches)
-    assert all(len(some) * some[-1] <= 20 and len(some) <= 5 for some in batches)
+    assert all(sum(some) <= 20 and len(some) <= 5 for some in batches)
     assert len(rooms) == workers * hasattr(translator.model, 'room')
     assert len({len(some) for some in batches}) > 1
     translator.reset()

@@ -492,7 +492,7 @@ def test_the_cost_of_attention_is_that_of_the_scores_it_needs(Tq, Tk, causal):
 
 
 def test_every_kernel_of_the_header_is_declared():
-    for module in ('fit', 'optim', 'formats', 'data.batches', 'inspect.statistics',
+    for module in ('fit', 'optim', 'formats', 'data.batches', 'inspect.payload', 'inspect.statistics',
                    *(f'ops.{m.name}' for m in pkgutil.iter_modules(ops.__path__))):
         importlib.import_module(f'pyops.{module}')                      # which declares the kernels that it launches
     kernels = {name.removeprefix('pyops_') for name, function in library.cpu().functions.items()

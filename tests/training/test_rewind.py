@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_wrong_loss_is_named(trained, 
 @pytest.mark.parametrize('arguments, problem', [
     (['rewind', 'RUN', '--step', '8'], '--step 8: RUN has the losses of steps 0 to 7; give one of these'),
     (['rewind', 'EMPTY', '--step', '0'], 'EMPTY: has no record of the steps of a run (steps_RUN.jsonl)'),
-    (['branch', 'RUN', '--step', '9'], '--step 9: RUN has 8 steps; give a number from 1 to them'),
+    (['branch', 'RUN', '--step', '9'], '--step 9: RUN has 8 steps; give a number from 1 to 8'),
     (['branch', 'RUN', '--step', '1', '--to', 'RUN'], 'RUN: already exists; give a new folder with --to'),
     (['bisect', 'RUN', 'loss = 3'], "CONDITION 'loss = 3': expected loss or norm, then"),
     (['bisect', 'RUN', 'loss > much'], "CONDITION 'loss > much': expected loss or norm, then")])
