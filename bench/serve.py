@@ -10,6 +10,7 @@ load.  Clients and server share the cores of this machine.  The exit status is 1
 """
 import http.client
 import json
+import os
 import random
 import re
 import selectors
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -71,6 +73,13 @@ class Server:
         self.process.terminate()
         self.process.communicate()
 
+    def seconds(self):
+        """Return the processor time of the server and of the processes that translate for it."""
+        processes = [self.process.pid]
+        processes += [int(pid) for pid in Path(f'/proc/{processes[0]}/task/{processes[0]}/children').read_text().split()]
+        ticks = [Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13] for pid in processes]
+        return [sum(map(int, pair)) / os.sysconf('SC_CLK_TCK') for pair in ticks]
+
     def metric(self, name):
         """Return the value of a metric."""
         connection = http.client.HTTPConnection('127.0.0.1', self.port, timeout=TIMEOUT)
@@ -79,43 +88,54 @@ class Server:
 
 
 class Client:
-    """Sends a request after the answer to the previous one.  It reads just enough of HTTP for the answers of this server, since
-    it uses the cores that the server needs.
+    """Sends a request after the answer to the previous one.  Clients use the cores that the server needs.  So they read just
+    enough of HTTP for the answers of this server, and compare the answers when the load has ended: see check().
 
-    latencies: seconds of each request;  errors: lines;  wrong: the number of wrong translations
+    texts: as JSON;  latencies: seconds of each request;  errors: lines
     """
 
-    def __init__(self, number, port, args, texts, wanted):
-        self._rng, self._args, self._texts, self._wanted = random.Random(number), args, texts, wanted
+    def __init__(self, number, port, args, texts):
+        self._rng, self._count, self._texts = random.Random(number), args.texts, texts
+        self._request = (f'POST /translate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n'
+                         f'{{"beam": {args.beam}, "texts": [%s]}}')
+        self._more = len(f'{{"beam": {args.beam}, "texts": []}}')
         self.socket = socket.create_connection(('127.0.0.1', port), TIMEOUT)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.latencies, self.errors, self.wrong = [], [], 0
+        self.latencies, self.errors, self._answers = [], [], []
         self.send()
 
     def send(self):
         """Send a request."""
-        self._chosen = [self._rng.randrange(len(self._texts)) for _ in range(self._args.texts)]
-        body = json.dumps({'texts': [self._texts[n] for n in self._chosen], 'beam': self._args.beam}).encode()
-        self._answer, self._start = b'', time.perf_counter()
-        self.socket.sendall(b'POST /translate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n' % len(body) + body)
+        self._chosen = self._rng.choices(range(len(self._texts)), k=self._count)
+        texts = ', '.join([self._texts[n] for n in self._chosen])       # as ASCII
+        self._answer, self._size, self._start = b'', 0, time.perf_counter()
+        self.socket.sendall((self._request % (len(texts) + self._more, texts)).encode())
 
     def receive(self):
-        """Receive a part of an answer.  Return whether it is complete; compare it then."""
+        """Receive a part of an answer.  Return whether it is complete."""
         part = self.socket.recv(1 << 16)
         self._answer += part
-        head, end, body = self._answer.partition(b'\r\n\r\n')
-        found = re.search(rb'\r\ncontent-length: (\d+)', head, re.I)
-        if part and not (end and found and len(body) >= int(found[1])):
+        if not self._size and (end := self._answer.find(b'\r\n\r\n')) >= 0:
+            self._size = end + 4 + int(re.search(rb'\r\ncontent-length: (\d+)', self._answer[:end], re.I)[1])
+        if part and not (self._size and len(self._answer) >= self._size):
             return False
         if not part:
             self.errors.append('the server closed the connection')
-        elif head[9:12] != b'200':
-            self.errors.append(f'{head[9:12].decode()} {json.loads(body)["error"]}')
+        elif self._answer[9:12] != b'200':
+            self.errors.append(f'{self._answer[9:12].decode()} {self._body(self._answer)["error"]}')
         else:
             self.latencies.append(time.perf_counter() - self._start)
-            texts = [best['text'] for best, *_ in json.loads(body)['translations']]
-            self.wrong += texts != [self._wanted[n] for n in self._chosen]
+            self._answers.append((self._chosen, self._answer))
         return True
+
+    def check(self, wanted):
+        """Return the number of wrong answers.   wanted: the translations of all texts"""
+        return sum([best['text'] for best, *_ in self._body(answer)['translations']] != [wanted[n] for n in chosen]
+                   for chosen, answer in self._answers)
+
+    @staticmethod
+    def _body(answer):
+        return json.loads(answer.partition(b'\r\n\r\n')[2])
 
 
 def run(clients, seconds):
@@ -141,19 +161,24 @@ def run(clients, seconds):
 def load(args, texts, wanted):
     """Load the server.  Return the figures."""
     with Server(args) as server:
-        start = time.perf_counter()
-        clients = [Client(n, server.port, args, texts, wanted) for n in range(args.clients)]
+        start, own, others = time.perf_counter(), time.process_time(), server.seconds()
+        encoded = [json.dumps(text) for text in texts]
+        clients = [Client(n, server.port, args, encoded) for n in range(args.clients)]
         run(clients, args.seconds)
         seconds = time.perf_counter() - start
-        batches = server.metric('pyops_batch_texts_count')
+        own = time.process_time() - own
+        others = [after - before for before, after in zip(others, server.seconds(), strict=True)]
+        size = server.metric('pyops_batch_texts_sum') / max(1.0, server.metric('pyops_batch_texts_count'))
     latencies = [1e3 * latency for client in clients for latency in client.latencies]
     errors = [error for client in clients for error in client.errors]
     for error in sorted(set(errors))[:3]:
         print(error, file=sys.stderr)
     p50, p99 = np.percentile(latencies, (50, 99)).round(3).tolist() if latencies else (None, None)
-    return {'requests': len(latencies), 'errors': len(errors), 'wrong': sum(client.wrong for client in clients),
+    requests = max(1, len(latencies))
+    return {'requests': len(latencies), 'errors': len(errors), 'wrong': sum(client.check(wanted) for client in clients),
             'p50_ms': p50, 'p99_ms': p99, 'texts_per_s': round(len(latencies) * args.texts / seconds, 1),
-            'texts_per_batch': round(len(latencies) * args.texts / max(1.0, batches), 2)}
+            'texts_per_batch': round(size, 2), 'clients_ms': round(1e3 * own / requests, 3),
+            'server_ms': [round(1e3 * used / requests, 3) for used in others]}
 
 
 def main(argv=None):
@@ -189,7 +214,9 @@ def main(argv=None):
               f'{figures["threads"]} threads, {figures["isa"]}\n'
               f'requests   : {figures["requests"]}, {figures["errors"]} errors, {figures["wrong"]} wrong\n'
               f'latency    : p50 {figures["p50_ms"]} ms, p99 {figures["p99_ms"]} ms\n'
-              f'throughput : {figures["texts_per_s"]} texts/s in batches of {figures["texts_per_batch"]}; '
+              f'processor  : {figures["clients_ms"]} ms per request by the clients, '
+              f'{" and ".join(map(str, figures["server_ms"]))} by the server and each process that translates\n'
+              f'throughput : {figures["texts_per_s"]} texts/s, {figures["texts_per_batch"]} at a time by each process; '
               f'as a file {before} before and {after} after the load')
     if args.save:
         results.save('serve', figures)

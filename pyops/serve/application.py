@@ -14,11 +14,8 @@ from datetime import UTC, datetime
 from importlib import resources
 from typing import Any, NamedTuple
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from pyops.errors import printable
 from pyops.serve import metrics, openapi
@@ -29,6 +26,7 @@ from pyops.text.translator import About
 GONE = 499              # nginx's status for a client that disconnected; it is logged and counted, nobody receives it
 _ENDING = 'the server is shutting down'
 _DRAINED = 8            # a body that is too large is read up to this multiple of the limit, so that its client gets the answer
+_STATIC = '/static/'
 _TYPES = {'.html': 'text/html; charset=utf-8', '.js': 'text/javascript; charset=utf-8', '.css': 'text/css; charset=utf-8',
           '.svg': 'image/svg+xml', '.png': 'image/png', '.ico': 'image/x-icon'}
 _HEADERS = [(b'x-content-type-options', b'nosniff'), (b'referrer-policy', b'no-referrer'), (b'cache-control', b'no-store'),
@@ -58,13 +56,10 @@ class Application:
         self._files = _page()
         self._document = openapi.document(settings.limits, about.num_steps, bool(settings.token))
         self._docs = openapi.page(self._document)
-        routes = [Route('/translate', self.translate, methods=['POST']), Route('/health', self.health),
-                  Route('/metrics', self.counters), Route('/openapi.json', self.openapi), Route('/docs', self.docs),
-                  Route('/', self.index), Route('/static/{name}', self.static)]
-        self._routes = {route.path for route in routes}
-        handlers: Any = {HTTPException: self._http_error, Refused: self._refused}
-        self._inner = Starlette(routes=routes, exception_handlers=handlers)
-        self._inner.router.redirect_slashes = False         # its redirects go to the host that the client names
+        # A table instead of Starlette's routing, whose layers take longer than the rest of a request.
+        self._routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            '/translate': self.translate, '/health': self.health, '/metrics': self.counters, '/openapi.json': self.openapi,
+            '/docs': self.docs, '/': self.index}
 
     # ---- routes ----------------------------------------------------------------------------------------------------------
 
@@ -128,7 +123,7 @@ class Application:
         return self._file('index.html')
 
     async def static(self, request: Request) -> Response:
-        return self._file(request.path_params['name'])
+        return self._file(request.scope['path'].removeprefix(_STATIC))
 
     def _file(self, name: str) -> Response:
         if name not in self._files:
@@ -147,16 +142,24 @@ class Application:
 
     # ---- errors, log, metrics --------------------------------------------------------------------------------------------
 
-    async def _refused(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
-        return _json({'error': error.line}, error.status, error.headers)
-
-    async def _http_error(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        headers = dict(error.headers or {})
-        lines = {404: 'no such page; see /docs',
-                 405: f'{printable(request.method)[:20]}: expected {headers.get("Allow", "another method")}'}
-        return _json({'error': lines.get(error.status_code, error.detail)}, error.status_code, headers)
+    async def _answer(self, scope: Message, receive: Callable[[], Awaitable[Message]],
+                      send: Callable[[Message], Awaitable[None]]) -> None:
+        """Answer a request by its route."""
+        request = Request(scope, receive, send)
+        path = scope['path']
+        is_static = path.startswith(_STATIC) and '/' not in path[len(_STATIC):] and path != _STATIC
+        route = self.static if is_static else self._routes.get(path)
+        methods = ('POST',) if route == self.translate else ('GET', 'HEAD')
+        try:
+            if route is None:
+                raise Refused(404, 'no such page; see /docs')
+            if scope['method'] not in methods:
+                allowed = ', '.join(methods)
+                raise Refused(405, f'{printable(scope["method"])[:20]}: expected {allowed}', Allow=allowed)
+            response = await route(request)
+        except Refused as error:
+            response = _json({'error': error.line}, error.status, error.headers)
+        await response(scope, receive, send)
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]],
                        send: Callable[[Message], Awaitable[None]]) -> None:
@@ -172,7 +175,7 @@ class Application:
                 message['headers'] = [*message['headers'], *_HEADERS]
             await send(message)
         try:
-            await self._inner(scope, receive, observed)
+            await self._answer(scope, receive, observed)
         except asyncio.CancelledError:                      # the server ends, and no longer waits for this request
             if not status:
                 await _json({'error': _ENDING}, 503, {'Connection': 'close'})(scope, receive, observed)
@@ -192,7 +195,7 @@ class Application:
 
     def _route(self, path: str) -> str:
         """Return the name of a route for the metrics, which are bounded whatever clients send."""
-        return '/static' if path.startswith('/static/') else path if path in self._routes else 'other'
+        return '/static' if path.startswith(_STATIC) else path if path in self._routes else 'other'
 
     def unread(self, client: str, status: int, line: str) -> None:
         """Log and count a request that never became one: see connections.Report."""

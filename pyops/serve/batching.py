@@ -20,7 +20,7 @@ from pyops.text.flags import BATCH_SIZE, BEAM
 Key = tuple[Search, bool]       # texts with the same settings can be translated together: search, alignments
 WAIT = 0.002                    # seconds that a text waits for others if the model is idle
 CAPACITY = 1024                 # texts in the queue
-_SHARED = 8                     # fewer texts are not divided among workers that wait
+_SHARED = 8                     # fewer texts are not divided among workers
 
 
 class Full(Exception):
@@ -63,7 +63,7 @@ class Batcher:
         self._metrics, self._size, self._wait, self._capacity = metrics, batch_size, wait, capacity
         self._changed = threading.Condition()           # guards all attributes below, and the tickets
         self._groups: dict[Key, list[_Item]] = {}       # in each group the oldest first; none is empty
-        self._queued, self._idle, self._closed = 0, 0, False
+        self._queued, self._running, self._closed = 0, 0, False         # numbers of texts
         # daemon: a second Ctrl-C does not wait for the batch
         self._threads = [threading.Thread(target=self._run, args=(worker,), name='translator', daemon=True)
                          for worker in workers]
@@ -128,17 +128,17 @@ class Batcher:
             while (batch := self._next()) is not None:
                 key, items = batch
                 self._translate(worker, key, items)
+                with self._changed:
+                    self._running -= len(items)
         finally:
             worker.close()
 
     def _next(self) -> tuple[Key, list[_Item]] | None:
         """Wait for the next batch.   None: closed, and the queue is empty"""
         with self._changed:
-            self._idle += 1
             try:
                 return self._wait_for_texts()
             finally:
-                self._idle -= 1
                 self._changed.notify()                  # another worker may take the rest
 
     def _wait_for_texts(self) -> tuple[Key, list[_Item]] | None:
@@ -153,11 +153,14 @@ class Batcher:
             if len(group) >= size or left <= 0 or self._closed:
                 break
             self._changed.wait(left)
-        size = min(size, max(_SHARED, -(-len(group) // self._idle)))
+        # Batches of all workers together have all texts.  Without a limit one worker would take most of them, and the other one
+        # the few that arrive until then, again and again.
+        size = min(size, max(_SHARED, -(-(self._queued + self._running) // len(self._threads))))
         chosen = alike([len(item.text) for item in group], size)
         items = [group[n] for n in chosen]
         taken = set(chosen)
         self._keep(key, [item for n, item in enumerate(group) if n not in taken])
+        self._running += len(items)
         return key, items
 
     def _translate(self, worker: Worker, key: Key, items: list[_Item]) -> None:
@@ -188,8 +191,8 @@ class Batcher:
             ticket.future.set_result(ticket.results)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
-        with self._changed:
-            is_wanted = not ticket.is_dropped
+        with self._changed:                             # another worker may fail a text of this request at the same time
+            is_wanted, ticket.is_dropped = not ticket.is_dropped, True
         self.drop(ticket)
         if is_wanted:
             ticket.future.set_exception(error)

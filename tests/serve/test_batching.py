@@ -1,6 +1,7 @@
 """The queue of the server, and the batches that its thread makes of it."""
 import json
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -111,6 +112,35 @@ def test_a_text_on_which_the_model_fails_fails_its_request_alone(capsys):
     assert isinstance(tickets[1].future.exception(60), RuntimeError)
     batcher.close()
     assert capsys.readouterr().err.count('Traceback') == 1
+
+
+class Failing:
+    """A worker that fails once `workers` of them have a batch."""
+
+    def __init__(self, workers):
+        self.together = threading.Barrier(workers)
+
+    def __call__(self, texts, search, alignments):
+        self.together.wait(30)
+        raise ValueError(texts[0])
+
+    def close(self):
+        pass
+
+
+def test_two_workers_fail_texts_of_one_request_at_the_same_time(monkeypatch, capsys):
+    both, drop, worker = threading.Barrier(2), Batcher.drop, Failing(2)
+
+    def slow_drop(self, ticket):
+        both.wait(30)
+        drop(self, ticket)
+    monkeypatch.setattr(Batcher, 'drop', slow_drop)
+    batcher = Batcher([worker, worker], Metrics(), batch_size=1)
+    for texts in (['a', 'b'], ['c', 'd']):              # both workers still run after the first request
+        failure = batcher.submit(texts, model().search()).future.exception(60)
+        assert isinstance(failure, ValueError) and str(failure) in texts
+    batcher.close()
+    assert capsys.readouterr().err.count('ValueError: ') == 4
 
 
 def test_closing_translates_what_was_accepted_and_refuses_more(held):

@@ -1,8 +1,12 @@
 """Who translates for the server."""
+import threading
+
 from server import TEXTS, checkpoint, model, post, running, until
 
 from pyops.flags import ArgumentParser
 from pyops.serve import command
+from pyops.serve.batching import Batcher
+from pyops.serve.metrics import Metrics
 from pyops.serve.workers import Local
 from pyops.text import translator
 
@@ -44,6 +48,28 @@ def test_requests_are_answered_by_several_workers_at_the_same_time():
             until(lambda: len(seen) == 2)               # so neither batch waits for the other
             return super().__call__(*batch)
     with running(workers=[Slow(model()), Slow(model())]) as server:
-        until(lambda: server.batcher._idle == 2)
         status, answer = post(server.port, {'texts': TEXTS[:20]})
     assert status == 200 and [best['text'] for best, *_ in answer['translations']] == model().translate(TEXTS[:20])
+
+
+def test_a_batch_is_at_most_a_fair_share_of_all_texts():
+    begun, released = [], threading.Semaphore(0)
+
+    class Held(Local):
+        def __call__(self, texts, *settings):
+            begun.append(len(texts))
+            released.acquire()
+            return super().__call__(texts, *settings)
+    batcher = Batcher([Held(model()), Held(model())], Metrics())
+    try:
+        first = batcher.submit((TEXTS * 3)[:20], model().search())
+        until(lambda: len(begun) == 2)
+        assert begun == [10, 10]
+        second = batcher.submit((TEXTS * 3)[:30], model().search())
+        released.release()
+        until(lambda: len(begun) == 3)
+        assert begun[2] == 20                           # half of 10 that are translated and 30 that wait
+    finally:
+        released.release(9)
+        batcher.close()
+    assert all(first.results) and all(second.results) and sum(begun) == 50
