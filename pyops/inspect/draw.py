@@ -330,7 +330,7 @@ def _draw_tensor(job):
     from pyops.inspect import page
     from pyops.inspect.logs import LogError
     from pyops.inspect.pictures import attention, style, tensors
-    from pyops.inspect.statistics import attention_entropy
+    from pyops.inspect.statistics import Roundings, attention_entropy
     try:
         if job.needs_values and (result := _draw_large(job)):
             return result
@@ -342,18 +342,18 @@ def _draw_tensor(job):
         losses = {text: job.losses[text] for text in job.formats}
         measured = page.measure(job.page, None, losses if _has_axis(job.entry) else None, described) if job.page else None
         return _Result(_record_of(job, described, counts, losses, entropy), (), measured)
-    drawn = []
-    with style.look():
-        parsed = [formats.parse(text) for text in job.formats]
+    drawn, parsed = [], [formats.parse(text) for text in job.formats]
+    roundings = Roundings(np.atleast_1d(np.asarray(x, np.float32)), job.mask)
+    with style.look() if job.pictures or job.sentences else contextlib.nullcontext():
         if job.pictures:
-            tensor = tensors.analyse(job.entry, x, job.mask, parsed, job.losses, job.colours == 'rms')
+            tensor = tensors.analyse(job.entry, x, job.mask, parsed, job.losses, job.colours == 'rms', roundings)
             counts, described = tensor.counts, tensor.statistics
             losses = {str(r.format): r.statistics for r in tensor.rounded}
             for kind in job.pictures:
                 path = os.path.join(job.folder, kind, f'{job.stem}.png')
                 drawn.append((path, tensors.DRAW[kind](tensor).save(path, job.dpi)))
         else:
-            counts, described, losses = tensors.measure(job.entry, x, job.mask, parsed, job.losses)
+            counts, described, losses = tensors.measure(job.entry, roundings, parsed, job.losses)
         for sentence, words in job.sentences:
             path = os.path.join(job.folder, 'attention_maps', f'{job.stem}_sentence{sentence}.png')
             sheet = attention.draw_maps(
@@ -362,7 +362,8 @@ def _draw_tensor(job):
                 *attention.heads_of(x, job.mask, sentence, words))
             drawn.append((path, sheet.save(path, job.dpi)))
     entropy = tuple(attention_entropy(x, job.mask).tolist()) if job.entry.is_weights else ()
-    measured = page.measure(job.page, x, losses if _has_axis(job.entry) else None) if job.page else None
+    measured = (page.measure(job.page, x, losses if _has_axis(job.entry) else None, roundings=roundings) if job.page
+                else None)
     return _Result(_record_of(job, described, counts, losses, entropy), tuple(drawn), measured)
 
 

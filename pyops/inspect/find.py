@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyops import backend
 from pyops.backend.kernels import KERNELS, Kernel, Made, Slice
 from pyops.inspect.writer import HEADER
+from pyops.ops import fp8
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,6 +96,7 @@ _ATTENTION = {'q': ('forward', 'query'), 'k': ('forward', 'key'), 'v': ('forward
               'y': ('forward', 'output'), 'do': ('backward', 'grad_output'), 'ds': ('backward', 'grad_scores'),
               'dq': ('backward', 'grad_query'), 'dk': ('backward', 'grad_key'), 'dv': ('backward', 'grad_value')}
 _PARAMETERS = 'weight', 'bias', 'grad_weight', 'grad_bias'
+_TRANSPOSED = {('dgrad', 'w'), ('wgrad', 'g'), ('wgrad', 'x')}       # operands of products in FP8
 
 
 @dataclass
@@ -212,6 +214,8 @@ class _Finder:
 
     def _product_again(self, i, roles, shape):
         """Recompute the product of one layer for the gradient of an input, in the given shape."""
+        if self.actions[i].kernel == 'gemm_fp8':
+            return fp8.product_again(self.actions[i].scalars, self._argument_of(self.actions[i])).reshape(shape)
         parts = [roles[role] for role in 'gw']
         names = [(part.source if isinstance(part, Slice) else part).removesuffix("'") for part in parts]
         factors = [self.plan.argument(self.actions[i], name) for name in names]
@@ -310,7 +314,10 @@ class _Finder:
         if role.rounding is None:
             return
         shape = _with_rows(role.array, layer.rows).shape if layer.type == 'linear' else role.array.shape
-        fmt, axis = self._rounding(role.rounding, shape)
+        if self.actions[role.rounding].kernel == 'fp8_encode':
+            fmt, axis = fp8.rounding_of(self.actions[role.rounding].scalars, shape, (product, letter) in _TRANSPOSED)
+        else:
+            fmt, axis = self._rounding(role.rounding, shape)
         if axis == 0 and layer.steps and name not in _PARAMETERS:
             axis = 'tokens'                                 # of all time steps, which are saved separately
         use = {'product': product, 'operand': letter, 'format': str(fmt), 'axis': axis}

@@ -21,6 +21,7 @@ from pyops.errors import UserError
 from pyops.files import open_atomically
 from pyops.formats import FORMATS
 from pyops.inspect import payload
+from pyops.inspect.statistics import Roundings
 from pyops.inspect.writer import size_text
 
 if TYPE_CHECKING:
@@ -186,11 +187,11 @@ def _task(logs, number, entry, formats, sides):
     return number, entry, mask, words, tuple(formats), sides, failure
 
 
-def measure(task, x=None, known=None, described=None):
+def measure(task, x=None, known=None, described=None, roundings=None):
     """Return (number, statistics, {format: quality}, compressed detail or None, error message or None) of a tensor.
 
     x: the tensor, loaded if it is missing and needed;  known: {format: result of statistics.quantization}, computed if missing
-    described: result of statistics.describe, computed if missing
+    described: result of statistics.describe, computed if missing;  roundings: statistics.Roundings of x, made if missing
     """
     number, entry, mask, words, formats, sides, failure = task
     try:
@@ -201,11 +202,12 @@ def measure(task, x=None, known=None, described=None):
         x = entry.load() if x is None and not is_known else x
         statistics = (None if entry.statistics else payload.description(described) if described else
                       payload.describe(x, mask))
-        quality = {fmt: payload.quality_of(known[fmt]) if fmt in known else payload.quality(x, fmt, entry.axis, mask)
+        roundings = roundings or Roundings(x, mask)
+        quality = {fmt: payload.quality_of(known[fmt] if fmt in known else roundings.quantization(fmt, entry.axis))
                    for fmt in formats}
         if not sides:
             return number, statistics, quality, None, None
-        detail = payload.detail(x, mask, entry.axis, formats, *sides)
+        detail = payload.detail(x, mask, entry.axis, formats, *sides, roundings=roundings)
         if payload.is_attention(entry):
             detail['attention'] = payload.attention(x, mask, words.__getitem__, side=sides[0])
         return number, statistics, quality, _packed(detail), None

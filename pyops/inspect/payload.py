@@ -10,13 +10,15 @@ import os
 
 import numpy as np
 
+from pyops import backend
 from pyops import formats as number_formats
+from pyops.backend import library
+from pyops.backend.kernels import Kernel, declare
 from pyops.inspect import colours, statistics
 from pyops.inspect.logs import curves
 
 SIDE = 128                          # most rows and columns of a map
 BINS = 96                           # of the histogram of values
-_PART = 1 << 13            # values of a histogram whose bins stay in the L1 cache
 SENTENCES = 1 << 17                 # bytes of attention weights in a detail with several sentences
 
 DESCRIPTION = 'count', 'nan', 'inf', 'zeros', 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
@@ -60,11 +62,6 @@ def describe(x, mask):
     return description(statistics.describe(x, mask))
 
 
-def quality(x, fmt, axis, mask):
-    """Return the error measures of a tensor in a format, as a list in the order of QUALITY."""
-    return quality_of(statistics.quantization(x, fmt, axis, mask))
-
-
 def quality_of(numbers):
     """Return the result of statistics.quantization as a list in the order of QUALITY."""
     return [_number(numbers.get(name)) for name in QUALITY]
@@ -75,94 +72,69 @@ def is_attention(entry):
     return entry.is_weights and len(entry.shape) == 4
 
 
-def detail(x, mask, axis, formats, side=SIDE, half=SIDE // 2, window=None):
+def detail(x, mask, axis, formats, side=SIDE, half=SIDE // 2, window=None, roundings=None):
     """Return the data of a tensor's plots: values and, for each format, rounded values, errors and block scales.
 
     x: float32;  mask: as of Logs.mask
     side, half: most rows and columns of the map of values, and of the maps of each format
     window: (first row, last row, first column, last column) of the map, default all; its rows are the leading axes, its
     columns the last axis
+    roundings: statistics.Roundings of x and mask, made if missing
     """
-    x = np.atleast_1d(x)
-    mask = None if mask is None else np.broadcast_to(mask, x.shape)
-    valid = x if mask is None else x[mask]
-    finite = valid[np.isfinite(valid)]
-    limits = _limits(finite)
-    return {'values': _map(x, mask, side, window), 'range': [_number(limit) for limit in limits],
-            'counts': _histogram(finite, limits),
-            'formats': {fmt: _rounded(x, mask, axis, fmt, limits, half, window) for fmt in formats}}
+    x = np.ascontiguousarray(np.atleast_1d(x), np.float32)
+    roundings = roundings or statistics.Roundings(x, mask)
+    valid = None if mask is None else np.ascontiguousarray(np.broadcast_to(mask, x.shape)).view(np.uint8)
+    limits = _limits(x, mask)
+    return {'values': _map(x, valid, side, window), 'range': [_number(limit) for limit in limits],
+            'counts': _histogram(x, limits, None, valid),
+            'formats': {fmt: _rounded(roundings.blocks(fmt, axis), x, valid, limits, half, window) for fmt in formats}}
 
 
-def _rounded(x, mask, axis, fmt, limits, side, window):
-    f = number_formats.parse(fmt)
-    q = statistics.rounded(x, f, axis)
-    valid, q_valid = (x, q) if mask is None else (x[mask], q[mask])
-    result = {'counts': _histogram(q_valid[np.isfinite(q_valid) & np.isfinite(valid)], limits)}
-    given = statistics.transformed(x, f, axis)
-    exponents = _half_octaves(given)
-    if f.is_block and x.size:
-        scales = statistics.block_scales(x, f, axis)
-        exponents -= 2 * _repeat_scales(scales, x.shape, axis, f.block)
+def _rounded(blocks, x, valid, limits, side, window):
+    q = blocks.rounded_values(x)
+    result = {'counts': _histogram(q, limits, x, valid)}
+    is_block, is_scaled = blocks.f.is_block and x.size > 0, blocks.f.is_scaled and x.size > 0
+    first, counts = _half_octaves(blocks.flat, valid, *((blocks.full, blocks.block, blocks.exponents()) if is_block else ()),
+                                  each=blocks.element_scales if is_scaled and not is_block else None)
+    if is_block:
+        scales = blocks.exponents().reshape(blocks.shape).astype(np.float32)
         # the scale of a block of zeros means nothing
-        result['scales'] = _map(scales.astype(np.float32), ~statistics.zero_blocks(x, f, axis), side)
-    elif f.is_scaled and x.size:
-        flat, along = (x.reshape(matrix_shape(x.shape)), 0) if axis == 'tokens' else (x, axis)
-        with np.errstate(all='ignore'):
-            exponents = _half_octaves(np.nan_to_num(given / number_formats.element_scales(flat, f, along).reshape(x.shape)))
-    counted = np.isfinite(given) & (given != 0)
-    exponents = exponents[counted if mask is None else counted & mask]
-    first = int(exponents.min()) if exponents.size else 0
-    result['exponents'] = {'first': first / 2, 'counts': np.bincount(exponents - first).tolist()}
-    with np.errstate(invalid='ignore'):
-        error = q - x
-    return {**result, 'rounded': _map(q, mask, side, window), 'error': _map(error, mask, side, window)}
+        result['scales'] = _map(scales, (blocks.amax != 0).reshape(blocks.shape).view(np.uint8), side)
+    result['exponents'] = {'first': first / 2, 'counts': counts}
+    return {**result, 'rounded': _map(q, valid, side, window), 'error': _map(q, valid, side, window, x)}
 
 
-def _repeat_scales(scales, shape, axis, block):
-    """Return each element's block scale as int32 in the shape of the tensor, 0 for a NaN scale."""
-    tokens = axis == 'tokens'
-    axis = 0 if tokens else axis
-    count = math.prod(shape[:-1]) if tokens else shape[axis]
-    each = np.repeat(np.nan_to_num(scales).astype(np.int32), block, axis)
-    return each.take(range(count), axis).reshape(shape)
+def _half_octaves(x, valid=None, shape=None, block=1, exponents=None, each=None):
+    """Return (first, counts) of finite float32 numbers but 0 by floor(2 log2 |x / scale|), from the first such number on.
+
+    shape: (outer, n, inner) of x;  exponents: log2 of the scale of each block along n, NaN: 0;  each: a scale of each number
+    """
+    lib = library.cpu().lib
+    counts = np.empty(lib.PYOPS_HALF_OCTAVES, np.int64)
+    scales = None if exponents is None else np.nan_to_num(exponents).astype(np.int32).reshape(-1)
+    backend.launch('octave_counts', counts, x.reshape(-1), scales, each, valid, *(shape or (1, x.size, 1)), block)
+    places = np.flatnonzero(counts)
+    if not places.size:
+        return 0, []
+    return int(places[0]) + lib.PYOPS_LEAST_OCTAVE, counts[places[0]:places[-1] + 1].tolist()
 
 
-_SQRT_2 = math.ceil((math.sqrt(2) - 1) * (1 << 23))          # the mantissa of the least float32 above it
-
-
-def _half_octaves(x):
-    """Return floor(2 log2 |x|) of float32 numbers as int32; undefined for 0, infinities and NaN."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.int32) & 0x7fffffff
-    if ((bits > 0) & (bits < 1 << 23)).any():                   # subnormal
-        mantissa, exponent = np.frexp(np.abs(x))
-        return 2 * (exponent - 1) + (mantissa >= np.float64(math.sqrt(0.5)))       # in float64: float32 is below the root
-    # a mantissa from sqrt(2) on carries into the exponent
-    return ((bits + ((1 << 23) - _SQRT_2)) >> 23) + (bits >> 23) - 2 * 127
-
-
-def _limits(finite):
+def _limits(x, mask=None):
     """Return the limits of the histogram of values."""
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    numbers = statistics.describe(x, mask)
+    low, high = (0.0, 1.0) if numbers['min'] is None else (numbers['min'], numbers['max'])
     if not high - low > 1e-6 * max(abs(low), abs(high)):
         low, high = low - max(abs(low), 1e-30) / 2, high + max(abs(high), 1e-30) / 2
     return low, high
 
 
-def _histogram(values, limits):
-    """Return the counts of finite values in BINS equal bins.
+def _histogram(values, limits, others=None, valid=None):
+    """Return the counts of finite values in BINS equal bins; of those alone where `others` are finite, too.
 
-    Values that rounding moved beyond a limit are counted in the outermost bin.  np.histogram takes several times as long,
-    because it also compares every value with the edges of its bin.
+    Values that rounding moved beyond a limit are counted in the outermost bin.
     """
-    low, high = limits
-    counts = np.zeros(BINS, np.int64)
-    values = values.reshape(-1)
-    for start in range(0, values.size, _PART):
-        bins = values[start:start + _PART].astype(np.float64)
-        bins -= low
-        bins *= BINS / (high - low)
-        np.maximum(np.minimum(bins, BINS - 1, out=bins), 0, out=bins)
-        counts += np.bincount(bins.astype(np.intp), minlength=BINS)
+    counts = np.empty(BINS, np.int64)
+    backend.launch('bin_counts', counts, values, others, valid, values.size, BINS, *limits)
     return counts.tolist()
 
 
@@ -171,46 +143,31 @@ def matrix_shape(shape):
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def _map(x, mask, side, window=None):
-    """Return the map of x as a dict.
+def _map(x, valid, side, window=None, minus=None):
+    """Return the map of x, or of x - minus, as a dict.
 
     rows, columns: of x as a matrix;  origin: first row and column;  patch: rows and columns per cell;  shape: in cells;
     scale, values: as of _packed
     """
     rows, columns = matrix_shape(x.shape)
-    x = x.reshape(rows, columns)
-    mask = None if mask is None else mask.reshape(rows, columns)
     top, bottom, left, right = window or (0, rows - 1, 0, columns - 1)
-    x, mask = x[top:bottom + 1, left:right + 1], None if mask is None else mask[top:bottom + 1, left:right + 1]
+    x, valid, minus = (None if array is None else array.reshape(rows, columns)[top:bottom + 1, left:right + 1]
+                       for array in (x, valid, minus))
     patch = [max(1, math.ceil(size / side)) for size in x.shape]
-    cells = _extremes(x, mask, patch)
+    cells = _extremes(x, valid, patch, minus)
     return {'rows': rows, 'columns': columns, 'origin': [top, left], 'patch': patch, 'shape': list(cells.shape),
             **_packed(cells)}
 
 
-def _extremes(x, mask, patch):
-    """Return the element of largest magnitude of each patch: NaN if all is padding, inf if any element is not finite."""
+def _extremes(x, valid, patch, minus=None):
+    """Return the element of largest magnitude of each patch of x, or of x - minus: NaN if all is padding, inf if any element is
+    not finite.   valid: uint8, 0 at padding, or None"""
     if not x.size:
         return np.empty((0, 0), np.float32)
-    if not np.isfinite(x).all():
-        x = np.where(np.isfinite(x), x, np.float32(np.inf))
-    if mask is not None:
-        x = np.where(mask, x, np.float32(np.nan))
-    if patch == [1, 1]:
-        return x
-    high, low = (_pooled(_pooled(x, patch[0], choose).T, patch[1], choose).T for choose in (np.fmax, np.fmin))
-    return np.where(high >= -low, high, low)
-
-
-def _pooled(x, size, choose):
-    """Reduce each group of `size` rows to one with fmax or fmin, which ignore NaN, so padding too."""
-    if size > 64:
-        return choose.reduceat(x, np.arange(0, len(x), size), 0)
-    result = x[::size].copy()
-    for start in range(1, size):                # faster than reduceat for small groups
-        rows = x[start::size]
-        choose(result[:len(rows)], rows, result[:len(rows)])
-    return result
+    cells = np.empty([-(-size // part) for size, part in zip(x.shape, patch, strict=True)], np.float32)
+    x, valid, minus = (None if array is None else np.ascontiguousarray(array) for array in (x, valid, minus))
+    backend.launch('patch_extremes', cells, x, minus, valid, *x.shape, *patch)
+    return cells
 
 
 def _packed(cells):
@@ -235,10 +192,10 @@ def attention(x, mask, words, first=0, count=None, side=SIDE):
     shape = [math.ceil(length / part) for length, part in zip(size, patch, strict=True)]
     if count is None:
         count = max(1, SENTENCES // (2 * heads * math.prod(shape)))
-    mask = None if mask is None else np.broadcast_to(mask, x.shape)
+    valid = None if mask is None else np.ascontiguousarray(np.broadcast_to(mask, x.shape)).view(np.uint8)
     maps = []
     for sentence in range(first, min(first + count, batch)):
-        cells = np.stack([_extremes(x[sentence, head], None if mask is None else mask[sentence, head], patch)
+        cells = np.stack([_extremes(x[sentence, head], None if valid is None else valid[sentence, head], patch)
                           for head in range(heads)])
         maps.append({**_packed(cells), 'words': words(sentence)})
     return {'first': first, 'sentences': batch, 'heads': heads, 'patch': patch, 'shape': shape, 'maps': maps}
@@ -275,3 +232,6 @@ def _number(value):
     if math.isinf(value):
         return 'inf' if value > 0 else '-inf'
     return int(value) if isinstance(value, (int, np.integer)) else float(f'{value:.6g}')
+
+
+declare(bin_counts=Kernel(), octave_counts=Kernel(), patch_extremes=Kernel())

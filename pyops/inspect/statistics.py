@@ -5,6 +5,7 @@ its blocks; pieces.py reads and measures large tensors piece by piece.
 """
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 BLOCK = 32                          # block size in statistics of formats without blocks
 
 _TILE = 1 << 16                     # values; 0.5 MiB of float64 fit in the L2 cache
+_KEPT = 1 << 22                     # values of Roundings
 _MOMENTS = 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
 
 
@@ -35,7 +37,7 @@ def describe(x: Any, mask: np.ndarray | None = None, copy: np.ndarray | None = N
     valid, rows = None, 1
     if mask is not None:
         mask = mask.reshape((1,) * (np.ndim(x) - mask.ndim) + mask.shape)
-        along = max((axis + 1 for axis, n in enumerate(mask.shape) if n > 1), default=0)      # the other axes have one value
+        along = max((axis + 1 for axis, n in enumerate(mask.shape) if n != 1), default=0)      # the other axes have one value
         valid = np.broadcast_to(mask.reshape(mask.shape[:along]), np.shape(x)[:along]).astype(np.uint8).reshape(-1)
         rows = valid.size
     backend.launch('describe', counts, sums, extremes, copy, values.reshape(-1), valid, rows, values.size // max(rows, 1))
@@ -78,7 +80,7 @@ def quantization(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarr
     poisoned, nan and inf.  Without error, sqnr_db and psnr_db are inf; with overflow they are -inf, the other errors inf, and
     cosine is nan; a mean of no values is nan.  FormatError for an unknown format.
     """
-    return measure(x, fmt, axis, mask)[0]
+    return Roundings(x, mask).quantization(fmt, axis)
 
 
 def block_quantization(x: Any, fmt: str | Format, axis: int | str = -1,
@@ -143,10 +145,8 @@ def totals(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | N
            amax: np.float32 | None = None) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Return the sums and the largest values over all blocks, for `joined` and `measures`, and the result of
     `block_quantization`.   amax: of the tensor of which x is a piece, as `amax_of` returns it"""
-    f = formats.parse(fmt)
-    blocks = Blocks(x, f, axis, mask, amax)
-    sums, counts, relative = blocks.error_sums()
-    total = {name: float(values.max(initial=0) if name in _LARGEST else values.sum()) for name, values in sums.items()}
+    blocks = Blocks(x, formats.parse(fmt), axis, mask, amax)
+    total, sums = _totals_of(blocks)
     x2, q2, e2 = (sums[name] for name in ('x2', 'q2', 'e2'))
     with np.errstate(divide='ignore', invalid='ignore'):
         parts = {'sqnr_db': np.where(e2 > 0, 10 * (np.log10(x2) - np.log10(e2)), np.inf),
@@ -155,8 +155,14 @@ def totals(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | N
                  'max_abs_error': sums['error'],
                  'underflow_pct': 100 * sums['underflow'] / np.maximum(sums['nonzero'], 1),
                  'saturation_pct': 100 * sums['saturated'] / np.maximum(sums['finite'], 1)}
-    total |= counts | {'relative': relative}
     return total, {name: np.where(sums['pairs'] > 0, values, np.nan).reshape(blocks.shape) for name, values in parts.items()}
+
+
+def _totals_of(blocks: Blocks) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Return the sums and the largest values over all blocks, and those of each block."""
+    sums, counts, relative = blocks.error_sums()
+    total = {name: float(values.max(initial=0) if name in _LARGEST else values.sum()) for name, values in sums.items()}
+    return total | counts | {'relative': relative}, sums
 
 
 def decibels(signal: float, error: float) -> float:
@@ -191,7 +197,7 @@ def scale_codes(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarra
     if not f.is_block:
         return {}
     blocks = Blocks(x, f, axis, mask)
-    codes = blocks.codes()
+    codes = blocks.codes
     if blocks.valid is not None and codes.size:
         codes = codes[np.logical_or.reduceat(blocks.valid, np.arange(0, blocks.n, blocks.block), axis=1)]
     return {int(code): int(count) for code, count in zip(*np.unique(codes, return_counts=True), strict=True)}
@@ -253,12 +259,6 @@ def block_scales(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     return view.exponents().reshape(view.shape)
 
 
-def zero_blocks(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
-    """Return a bool array in the shape of block_sqnr: whether all values of a block are 0, so that its scale means nothing."""
-    view = Blocks(x, formats.parse(fmt), axis, None)
-    return (view.amax() == 0).reshape(view.shape)
-
-
 def flattened(x: Any, axis: Any) -> tuple[np.ndarray, int]:
     """Return x and the axis as a number.  For 'tokens', x is reshaped to tokens by features."""
     x = np.asarray(x)
@@ -309,11 +309,12 @@ class Blocks:
     of: the largest magnitude of the tensor of which x is a piece, as `amax_of` returns it, if a scale depends on all of it
     """
 
-    def __init__(self, x: Any, f: Format, axis: int | str, mask: np.ndarray | None, of: np.float32 | None = None) -> None:
-        flat, axis = flattened(x, axis)
+    def __init__(self, x: Any, f: Format, along: int | str, mask: np.ndarray | None, of: np.float32 | None = None) -> None:
+        flat, axis = flattened(x, along)
         flat = np.ascontiguousarray(flat, np.float32).reshape(flat.shape)           # ascontiguousarray changes () to (1,)
         axis = axis % max(flat.ndim, 1)
         self.block, self.f = f.block or BLOCK, f.without_hadamard if f.hadamard else f
+        self.of_x, self.along = f, along
         self.n = flat.shape[axis] if flat.ndim else 1
         count = -(-self.n // self.block)
         self.full = math.prod(flat.shape[:axis]), self.n, math.prod(flat.shape[axis + 1:])
@@ -328,42 +329,89 @@ class Blocks:
                 self.valid = np.logical_or.reduceat(self.valid, starts, axis=1).repeat(lengths, axis=1)
         self.x, self.flat, self.axis, self._amax_of_all = flat.reshape(self.full), flat, axis, of
 
+    @functools.cached_property
     def amax(self) -> np.ndarray:
-        """Return the largest magnitude of each block."""
+        """The largest magnitude of each block."""
         if not self.n:
             return np.zeros(self.shape_of_sums, np.float32)
         largest: np.ndarray = np.maximum.reduceat(np.abs(self.x), np.arange(0, self.n, self.block), axis=1)
         return largest
 
+    @functools.cached_property
     def codes(self) -> np.ndarray:
-        """Return the E8M0 code of each block's scale.  Only the largest value is encoded, since it determines the scale."""
+        """The E8M0 code of each block's scale.  Only the largest value is encoded, since it determines the scale."""
         if not self.n:
             return np.zeros(self.shape_of_sums, np.uint8)
-        scales: Any = formats.encode(self.amax().reshape(-1), self.f, block=1).scales
+        scales: Any = formats.encode(self.amax.reshape(-1), self.f, block=1).scales
         return np.asarray(scales).reshape(self.shape_of_sums)
 
     def exponents(self) -> np.ndarray:
         """Return log2 of each block's scale."""
-        codes = self.codes()
-        return np.where(codes == 255, np.nan, codes.astype(np.float64) - 127)
+        return np.where(self.codes == 255, np.nan, self.codes.astype(np.float64) - 127)
+
+    @functools.cached_property
+    def _given(self) -> np.ndarray:
+        return self.flat if self._amax_of_all is None else _extended(self.flat, self.f, self.axis, self._amax_of_all)
+
+    def _inside(self, given: Any) -> np.ndarray:
+        """Return the part of numbers like `_given` that belongs to x."""
+        return np.ascontiguousarray(np.asarray(given)[tuple(map(slice, self.flat.shape))], np.float32)
+
+    @functools.cached_property
+    def rounded(self) -> np.ndarray:
+        """The values, rounded, in the shape of `flat`."""
+        return self._inside(formats.fake_quantize(self._given, self.f, self.axis))
+
+    @functools.cached_property
+    def element_scales(self) -> np.ndarray:
+        """The scale of each value, in the shape of `flat`, if the format is scaled."""
+        return self._inside(formats.element_scales(self._given, self.f, self.axis))
+
+    def rounded_values(self, x: np.ndarray) -> np.ndarray:
+        """Return x rounded, in its shape, where x is the tensor; `rounded` may be a Hadamard transform."""
+        return self.rounded.reshape(x.shape) if self.of_x is self.f else rounded(x, self.of_x, self.along)
 
     def error_sums(self) -> tuple[dict[str, np.ndarray], dict[str, int], float]:
         """Return the sums of each block, the counts and the sum of relative errors, as the kernel error_sums stores them."""
-        given = self.flat if self._amax_of_all is None else _extended(self.flat, self.f, self.axis, self._amax_of_all)
-        inside = tuple(map(slice, self.flat.shape))
-        rounded = np.ascontiguousarray(np.asarray(formats.fake_quantize(given, self.f, self.axis))[inside])
         scales, each, factor = None, None, 1.0
         if self.f.is_block:
             scales = np.exp2(self.exponents())
-        elif self.f.has_factor:
-            factor = 1 / float(np.asarray(formats.encode(amax_of(given), self.f).factor)[0])    # the amax alone determines it
+        elif self.f.has_factor:             # the amax alone determines it
+            factor = 1 / float(np.asarray(formats.encode(amax_of(self._given), self.f).factor)[0])
         elif self.f.is_scaled:
-            each = np.ascontiguousarray(formats.element_scales(given, self.f, self.axis)[inside], np.float32).reshape(-1)
+            each = self.element_scales.reshape(-1)
         sums, counts, relative = np.empty((len(_SUMS), *self.shape_of_sums)), np.empty(len(_COUNTS), np.int64), np.empty(1)
-        backend.launch('error_sums', sums, counts, relative, self.x.reshape(-1), rounded.reshape(-1), scales, each,
+        backend.launch('error_sums', sums, counts, relative, self.x.reshape(-1), self.rounded.reshape(-1), scales, each,
                        None if self.valid is None else np.ascontiguousarray(self.valid).view(np.uint8).reshape(-1), *self.full,
                        self.block, self.f.min_normal * factor, self.f.max * factor)
         return dict(zip(_SUMS, sums, strict=True)), dict(zip(_COUNTS, counts.tolist(), strict=True)), float(relative[0])
+
+
+class Roundings:
+    """A tensor and its Blocks in each format, rounded once for all that is measured and drawn of it.
+
+    x: float32;  mask: as for `quantization`
+    Those of several formats are kept as long as they have at most _KEPT values in all.
+    """
+
+    def __init__(self, x: np.ndarray, mask: np.ndarray | None = None) -> None:
+        self.x, self.mask = x, mask
+        self._blocks: dict[tuple[str, int | str], Blocks] = {}
+
+    def blocks(self, fmt: str | Format, axis: int | str = -1) -> Blocks:
+        """Return the Blocks of the tensor in a format."""
+        f = formats.parse(fmt)
+        key = str(f), axis
+        found = self._blocks.get(key)
+        if found is None:
+            found = Blocks(self.x, f, axis, self.mask)
+            if (len(self._blocks) + 1) * self.x.size <= _KEPT:
+                self._blocks[key] = found
+        return found
+
+    def quantization(self, fmt: str | Format, axis: int | str = -1) -> dict[str, float]:
+        """Return the result of the function `quantization` for the tensor."""
+        return measures(_totals_of(self.blocks(fmt, axis))[0])
 
 
 declare(describe=Kernel(), error_sums=Kernel())

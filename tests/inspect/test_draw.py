@@ -286,7 +286,7 @@ def test_any_tensor_is_drawn(name, tmp_path):
 
 def pixels_of(sheet):
     """The colours of a Sheet, (rows, columns, 3)."""
-    return sheet.pixels(100)[..., :3]
+    return sheet.pixels(100)
 
 
 def test_cells_beyond_the_end_of_a_vector_and_scales_of_zero_blocks_are_blank():
@@ -774,7 +774,7 @@ def test_labels_have_the_place_and_the_size_that_matplotlib_gives_them(rotation,
                 for va in ('baseline', 'top', 'bottom', 'center')[rotation > 0 and mode == 'default':]:
                     label, boxes = style.Label(2, 1, text, 11, 'black', weight, ha, va, rotation, mode), []
                     for draw in (lambda sheet, label: sheet.labels.append(label),
-                                 lambda sheet, label: label.add_to(sheet.page)):
+                                 lambda sheet, label: label.add_to(sheet)):
                         sheet = style.Sheet(4, 2, '')
                         draw(sheet, label)
                         rows, columns = np.nonzero((pixels_of(sheet) < 128).any(-1))
@@ -789,6 +789,20 @@ def test_a_label_at_the_edge_is_cut_and_one_outside_leaves_no_trace():
             sheet = style.Sheet(2, 1, '')
             sheet.text(x, y, 'mnop', fontsize=20)
             assert (pixels_of(sheet) < 128).any() == is_seen, (x, y)
+
+
+def test_lines_and_areas_in_inches_are_below_all_axes():
+    from matplotlib.patches import Polygon
+    with style.look():
+        sheet = style.Sheet(2, 1, '')
+        axes = sheet.axes(1, 0, 1, 1)
+        axes.fill([0, 1, 1, 0], [0, 0, 1, 1], color='#00ff00', linewidth=0)
+        axes.set(xlim=(0, 1), ylim=(0, 1))
+        sheet.add(Polygon([(0, 0.1), (2, 0.1), (2, 0.3), (0, 0.3)], facecolor='#ff0000', linewidth=0))
+        sheet.line(0, 0.8, 2, 0.8, '#0000ff', 4)
+        pixels = pixels_of(sheet)
+    assert [pixels[row, 50].tolist() for row in (20, 50, 80)] == [[255, 0, 0], [255, 255, 255], [0, 0, 255]]
+    assert (pixels[:, 150] == [0, 255, 0]).all()
 
 
 def test_a_text_that_pillow_cannot_draw_is_drawn_by_matplotlib():

@@ -8,7 +8,7 @@ from dumps import make_dump
 from safetensors.numpy import save_file
 
 from pyops import __main__, cache, formats
-from pyops.inspect import index, logs, payload, serve
+from pyops.inspect import index, logs, payload, serve, statistics
 from pyops.inspect import known as known_measures
 from pyops.inspect.compare import compare
 from pyops.inspect.known import Known
@@ -207,7 +207,7 @@ def test_the_server_shows_the_measures_of_earlier_commands(dump, loaded, monkeyp
     for entry in source.entries:
         mask = source.mask(entry)
         assert first['mxfp8', entry.file] == [
-            repr(payload.quality(entry.load(), 'mxfp8', entry.axis, mask)),
+            repr(payload.quality_of(statistics.quantization(entry.load(), 'mxfp8', entry.axis, mask))),
             repr(None if entry.statistics else payload.describe(entry.load(), mask))]
     loaded.clear()
     assert measured() == first and loaded == []

@@ -151,11 +151,11 @@ def test_views_of_the_map(shown, dump):
 
 
 def test_half_octaves_are_exact_around_powers_of_two_and_of_their_root_and_for_subnormal_numbers():
-    edges = np.float32([2.0**k * root for k in range(-126, 127, 7) for root in (1, math.sqrt(2))])
-    x = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(np.inf))])
-    for numbers in (x, -x, np.append(x, np.float32([3e-40, -5e-42]))):
-        got = payload._half_octaves(numbers)
-        assert got.dtype == np.int32 and (got == np.floor(2 * np.log2(abs(numbers.astype(np.float64))))).all()
+    edges = np.float32([2.0**k * root for k in range(-148, 127, 7) for root in (1, math.sqrt(2))])
+    x = np.concatenate([edges, np.nextafter(edges, np.float32(0)), -np.nextafter(edges, np.float32(np.inf))])
+    first, counts = payload._half_octaves(x)
+    np.testing.assert_array_equal(np.repeat(first + np.arange(len(counts)), counts),
+                                  np.sort(np.floor(2 * np.log2(abs(x.astype(np.float64))))))
 
 
 def test_histograms_count_every_number_and_shade_the_range(shown):

@@ -34,6 +34,7 @@ def heads_of(weights, mask, sentence, words=None):
 
 def draw_maps(title, subtitle, maps, words, padding):
     """Return a Sheet with a map of each head, up to _MAX_HEADS, on one colour scale; arguments from heads_of."""
+    from matplotlib.lines import Line2D
     if len(maps) > _MAX_HEADS:
         subtitle += f'  \N{MIDDLE DOT}  heads 0 to {_MAX_HEADS - 1} of {len(maps)}'
         maps = maps[:_MAX_HEADS]
@@ -79,8 +80,9 @@ def draw_maps(title, subtitle, maps, words, padding):
         # mark the largest weight of each query
         best = np.where(np.isfinite(maps[head]), maps[head], -1)[:lengths[0], :lengths[1]]
         if not is_large and best.size:
-            sheet.page.plot(x + (best.argmax(1) + 0.5) * width / columns, y + (np.arange(len(best)) + 0.5) * height / rows,
-                            linestyle='', marker='o', markersize=cell * 72 * 0.22, color='#ffb000', markeredgewidth=0, zorder=3)
+            sheet.add(Line2D(x + (best.argmax(1) + 0.5) * width / columns, y + (np.arange(len(best)) + 0.5) * height / rows,
+                             linestyle='', marker='o', markersize=cell * 72 * 0.22, color='#ffb000', markeredgewidth=0,
+                             zorder=3))
     y = top + down * pitch - 0.2
     style.color_bar(sheet, 0.5, y, 2.0, cmap, 0, math.sqrt(high) if is_large else high, bool((finite > high).any()),
                     _squared if is_large else None)

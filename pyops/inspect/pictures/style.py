@@ -24,6 +24,8 @@ KINDS = {'activations': '#566578', 'weights': '#8b5a2b', 'gradients': '#6a4fb0'}
 NAME_COLORS = ('#0072b2', '#d55e00', '#009e73', '#b8559a', '#e69f00', '#56b4e9', '#4d4d4d', '#8b5a2b', '#7a6cd0')
 ELLIPSIS, MINUS, SQUARE = '\N{HORIZONTAL ELLIPSIS}', '\N{MINUS SIGN}', '\N{BLACK SQUARE}'
 
+_BELOW = 10                 # subtracted from the zorder of what is below all Axes
+
 SOFTWARE = 'pyops inspect draw'
 _FONTS = ('DejaVu Sans', 'Noto Sans CJK SC', 'Noto Sans CJK JP', 'WenQuanYi Zen Hei', 'Noto Sans Arabic',
           'Noto Sans Devanagari')
@@ -200,7 +202,7 @@ def _font(px, weight):
 
 @functools.lru_cache(4096)
 def _stamp(text, px, weight, rotation=0):
-    """Return (uint8 coverage of the pixels of a text, its centre, width, ascent, descent), None if the font lacks a letter.
+    """Return (picture of the coverage of pixels, centre, width, ascent, descent) of a text, None if the font lacks a letter.
 
     The centre is right of and above the start of the baseline.   rotation: degrees, about that start; width, ascent and descent
     belong to the text without it
@@ -215,7 +217,7 @@ def _stamp(text, px, weight, rotation=0):
     centre = _turned((left + image.width / 2, -top - image.height / 2), rotation)
     if rotation:
         image = image.rotate(rotation, Image.Resampling.BICUBIC, expand=True)
-    return np.asarray(image), centre, font.font.getlength(text), max(font.ascent, -top), max(font.descent, bottom)
+    return image, centre, font.font.getlength(text), max(font.ascent, -top), max(font.descent, bottom)
 
 
 def _turned(point, degrees):
@@ -246,8 +248,8 @@ class Label(NamedTuple):
         is_usual = matplotlib.rcParams['font.family'][0] == _FONTS[0]
         return _stamp(self.text, self.size * dpi / 72, self.weight, self.rotation) if is_usual else None
 
-    def put(self, stamp, pixels, dpi):
-        """Draw the text on pixels (rows, columns, 4)."""
+    def put(self, stamp, picture, dpi):
+        """Draw the text on a picture of Pillow; what is beyond its edges is cut."""
         coverage, centre, width, ascent, descent = stamp
         corners = [(0, -descent), (width, -descent), (0, ascent), (width, ascent)]
         is_aligned_first = self.rotation_mode == 'anchor'
@@ -257,18 +259,15 @@ class Label(NamedTuple):
                   {'baseline': 0, 'bottom': y0, 'center': (y0 + y1) / 2, 'top': y1}[self.va])
         if is_aligned_first:
             anchor = _turned(anchor, self.rotation)
-        row = round(self.y * dpi + anchor[1] - centre[1] - coverage.shape[0] / 2)
-        column = round(self.x * dpi - anchor[0] + centre[0] - coverage.shape[1] / 2)
-        coverage = coverage[max(-row, 0):, max(-column, 0):]            # cut at the edges of the picture
-        row, column = max(row, 0), max(column, 0)
-        part = pixels[row:row + coverage.shape[0], column:column + coverage.shape[1], :3]
-        alpha = coverage[:part.shape[0], :part.shape[1], None].astype(np.int32)
-        part += ((np.array(_rgb(self.color), np.int32) - part) * alpha // 255).astype(np.uint8)
+        row = round(self.y * dpi + anchor[1] - centre[1] - coverage.height / 2)
+        column = round(self.x * dpi - anchor[0] + centre[0] - coverage.width / 2)
+        picture.paste(_rgb(self.color), (column, row), coverage)
 
-    def add_to(self, axes):
-        """Let matplotlib draw the text on axes in inches."""
-        axes.text(self.x, self.y, self.text, fontsize=self.size, color=self.color, fontweight=self.weight, ha=self.ha,
-                  va=self.va, rotation=self.rotation, rotation_mode=self.rotation_mode)
+    def add_to(self, sheet):
+        """Let matplotlib draw the text on a Sheet."""
+        from matplotlib.text import Text
+        sheet.add(Text(self.x, self.y, self.text, fontsize=self.size, color=self.color, fontweight=self.weight, ha=self.ha,
+                       va=self.va, rotation=self.rotation, rotation_mode=self.rotation_mode))
 
 
 @functools.cache
@@ -280,18 +279,19 @@ def _rgb(color):
 
 @functools.cache
 def _bare_axes():
-    """Return a class like matplotlib's Axes, which never makes ticks: those take half of the time of an Axes."""
+    """Return a class like matplotlib's Axes, which never makes ticks and spines: they take half of the time of an Axes."""
     from matplotlib.axes import Axes
     from matplotlib.axis import XAxis, YAxis
     none = {'majorTicks': (), 'minorTicks': ()} | dict.fromkeys(('get_major_ticks', 'get_minor_ticks'),
                                                                 lambda self, numticks=None: [])
-    without_ticks = {kind: type(kind.__name__, (kind,), none) for kind in (XAxis, YAxis)}
+    without_ticks = [type(kind.__name__, (kind,), none) for kind in (XAxis, YAxis)]
 
     class Bare(Axes):
         def _init_axis(self):
-            super()._init_axis()
-            for axis in (self.xaxis, self.yaxis):
-                axis.__class__ = without_ticks[type(axis)]
+            self.xaxis, self.yaxis = (kind(self, clear=False) for kind in without_ticks)
+
+        def _gen_axes_spines(self, *_, **_unused):
+            return {}
 
         def _update_patch_limits(self, patch):
             """Include the corners alone: no patch here has curves, and matplotlib's search for them takes 2 ms."""
@@ -308,19 +308,19 @@ def _bare_axes():
 class Sheet:
     """A figure whose parts are placed in inches from its upper left corner.
 
-    This is faster than a layout engine, and the layout is the same in all plots of a kind.  Texts, lines and maps are drawn
-    on one page-sized Axes: each matplotlib Axes costs 5 ms and its ticks 3 ms.  `axes` adds an Axes for data with a scale.
+    This is faster than a layout engine, and the layout is the same in all plots of a kind.  Texts, lines and maps belong to no
+    Axes: each matplotlib Axes costs 5 ms and its ticks 3 ms.  `axes` adds an Axes for data with a scale, above them.
     """
 
     def __init__(self, width, height, title, subtitle=''):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.transforms import Affine2D
         self.width, self.height = width, height
         self.figure = Figure(figsize=(width, height))
         FigureCanvasAgg(self.figure)
-        self.page = self._axes(0, 0, width, height)
-        self.page.set_xlim(0, width)
-        self.page.set_ylim(height, 0)
+        # of inches from the upper left corner
+        self.transform = Affine2D().scale(1, -1).translate(0, height) + self.figure.dpi_scale_trans
         self._lines, self._images, self.labels = [], [], []
         for text, y, size, color, weight in ((title, 0.34, 14, INK, 'bold'), (subtitle, 0.60, 9, GREY, 'normal')):
             # average letter widths of DejaVu Sans
@@ -345,6 +345,11 @@ class Sheet:
     def line(self, x0, y0, x1, y1, color, width=0.7):
         self._lines.append((((x0, y0), (x1, y1)), color, width))
 
+    def add(self, artist):
+        """Draw an artist of matplotlib, which is placed in inches, below all Axes."""
+        artist.set(transform=self.transform, zorder=artist.get_zorder() - _BELOW)
+        self.figure.add_artist(artist)
+
     def image(self, x, y, width, height, colors):
         """Draw an image, uint8 (rows, columns, 4), at x, y in the given size, below everything else."""
         self._images.append((x, y, width, height, colors))
@@ -366,8 +371,8 @@ class Sheet:
         axes = self.figure.add_axes(_bare_axes()(
             self.figure, (x / self.width, 1 - (y + height) / self.height, width / self.width, height / self.height)))
         axes.patch.set_visible(False)
-        for part in (axes.xaxis, axes.yaxis, *axes.spines.values()):
-            part.set_visible(False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_visible(False)
         return axes
 
     def ticks(self, x, y, width, height, side, label, ticks, rotation=0, size=8):
@@ -398,19 +403,19 @@ class Sheet:
                           rotation=90)
 
     def pixels(self, dpi):
-        """Draw the sheet and return its pixels, uint8 (rows, columns, 4)."""
+        """Draw the sheet and return its pixels, uint8 (rows, columns, 3)."""
+        from PIL import Image
         self.figure.set_dpi(dpi)
         canvas = self.figure.canvas
         if self._lines:
             from matplotlib.collections import LineCollection
             segments, colors, widths = zip(*self._lines, strict=True)
-            self.page.add_collection(LineCollection(segments, colors=colors, linewidths=widths, zorder=2, clip_on=False),
-                                     autolim=False)
+            self.add(LineCollection(segments, colors=colors, linewidths=widths, zorder=2, clip_on=False))
             self._lines = []
         stamps = [(label, label.stamp(dpi)) for label in self.labels]
         for label, stamp in stamps:
             if stamp is None:
-                label.add_to(self.page)
+                label.add_to(self)
         self.labels = [label for label, stamp in stamps if stamp is not None]
         renderer = canvas.get_renderer()
         pixels = np.asarray(renderer.buffer_rgba())
@@ -419,10 +424,11 @@ class Sheet:
             _fill(pixels, dpi, *image)
         self.figure.patch.set_visible(False)
         self.figure.draw(renderer)
+        picture = Image.fromarray(pixels).convert('RGB')
         for label, stamp in stamps:
             if stamp is not None:
-                label.put(stamp, pixels, dpi)
-        return pixels
+                label.put(stamp, picture, dpi)
+        return np.asarray(picture)
 
     def save(self, path, dpi):
         """Write a PNG atomically and return True.  A file not created by this program is not replaced: return False.
@@ -447,15 +453,14 @@ def _fill(pixels, dpi, x, y, width, height, colors):
 
 
 def _png(pixels, dpi, texts):
-    """Return a PNG without transparency of pixels (rows, columns, 4), with texts {keyword: value}.
+    """Return a PNG of pixels (rows, columns, 3), with texts {keyword: value}.
 
     Rows are not filtered: pictures with areas of one colour become smaller than with the filters that Pillow chooses, in half
     of the time.
     """
-    from PIL import Image
     height, width, _ = pixels.shape
     rows = np.zeros((height, 1 + 3 * width), np.uint8)          # each begins with the number of its filter
-    rows[:, 1:] = np.frombuffer(Image.fromarray(pixels).convert('RGB').tobytes(), np.uint8).reshape(height, -1)
+    rows[:, 1:] = pixels.reshape(height, -1)
     per_metre = round(dpi / 0.0254)
     chunks = [(b'IHDR', struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0)),
               *((b'tEXt', f'{name}\0{text}'.encode('latin-1', 'replace')) for name, text in texts.items()),
@@ -512,12 +517,13 @@ def color_bar(sheet, x, y, width, cmap, low, high, is_beyond, label=None):
 
     is_beyond: values exceed the scale; the ends of the bar are pointed then.  label: function that formats a number
     """
+    from matplotlib.patches import Polygon
     sheet.image(x, y, width, 0.09, (cmap(np.linspace(0, 1, 256))[None] * 255).round().astype(np.uint8))
     if is_beyond:
         ends = [(((x + width, y), (x + width + 0.11, y + 0.045), (x + width, y + 0.09)), 1.0)]
         ends += [(((x, y), (x - 0.11, y + 0.045), (x, y + 0.09)), 0.0)] if low < 0 else []
         for corners, position in ends:
-            sheet.page.fill(*zip(*corners, strict=True), facecolor=cmap(position), linewidth=0)
+            sheet.add(Polygon(corners, facecolor=cmap(position), linewidth=0))
     label = label or number
     marks = [low, (low + high) / 2, high] if high > low else [low]
     if label is power:                          # integer exponents

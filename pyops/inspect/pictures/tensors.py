@@ -67,10 +67,11 @@ def title_of(entry):
     return f'{style.plain(entry.layer)}  ·  {style.plain(entry.name)}'
 
 
-def analyse(entry, x, mask, formats, known=None, is_rms=False):
+def analyse(entry, x, mask, formats, known=None, is_rms=False, roundings=None):
     """Return the Analysis of x, the tensor of a logs.Entry.  mask: bool, False at padding, or None;  known: as for `measure`;
-    is_rms: as in Analysis"""
+    is_rms: as in Analysis;  roundings: statistics.Roundings of x, made if missing"""
     x = np.atleast_1d(np.asarray(x, np.float32))            # a scalar is drawn as a vector with one element
+    roundings = roundings or statistics.Roundings(x, mask)
     values = numbers.valid(x, mask)
     is_heads = entry.layer_type == 'attention' and x.ndim == 4
     heads_axis = (1 if entry.is_weights else 2) if is_heads else None
@@ -82,8 +83,8 @@ def analyse(entry, x, mask, formats, known=None, is_rms=False):
     matrix = view.of(x) if hidden is None else np.where(hidden, 0, view.of(x))
     rows, columns = numbers.patch_of(matrix)
     sampled = numbers.sample(values)
-    rounded = [_round(x, mask, fmt, axis_of(entry, x.ndim), view, cover, (rows, columns), sampled, (known or {}).get(str(fmt)))
-               for fmt in formats]
+    rounded = [_round(roundings, fmt, axis_of(entry, x.ndim), view, cover, (rows, columns), sampled,
+                      (known or {}).get(str(fmt))) for fmt in formats]
     return Analysis(
         title=title_of(entry), subtitle=subtitle_of(entry), kind=style.kind_of(entry.operation, entry.name),
         format='fp32' if entry.fmt is None else str(entry.fmt), shape=x.shape,
@@ -96,11 +97,11 @@ def analyse(entry, x, mask, formats, known=None, is_rms=False):
         patch_cover=None if cover is None else np.array(cover[rows, columns]), rounded=rounded, is_rms=is_rms)
 
 
-def measure(entry, x, mask, formats, known=None):
-    """Return (counts of binades, statistics, {format: quantization}) of a tensor without plots.
+def measure(entry, roundings, formats, known=None):
+    """Return (counts of binades, statistics, {format: quantization}) of the tensor of statistics.Roundings, without plots.
     known: {text of a format: quantization}, computed if missing"""
-    x, known = np.atleast_1d(np.asarray(x, np.float32)), known or {}
-    losses = {str(fmt): known.get(str(fmt)) or statistics.quantization(x, fmt, axis_of(entry, x.ndim), mask) for fmt in formats}
+    x, mask, known = roundings.x, roundings.mask, known or {}
+    losses = {str(fmt): known.get(str(fmt)) or roundings.quantization(fmt, axis_of(entry, x.ndim)) for fmt in formats}
     return numbers.binades(numbers.valid(x, mask)), entry.statistics or statistics.describe(x, mask), losses
 
 
@@ -109,16 +110,17 @@ def axis_of(entry, ndim):
     return entry.axis if isinstance(entry.axis, int) and -ndim <= entry.axis < ndim else -1
 
 
-def _round(x, mask, fmt, axis, view, cover, window, sampled, known):
-    q = number_formats.fake_quantize(x, fmt, axis)
+def _round(roundings, fmt, axis, view, cover, window, sampled, known):
+    x, mask, blocks = roundings.x, roundings.mask, roundings.blocks(fmt, axis)
+    q = blocks.rounded_values(x)
     with np.errstate(invalid='ignore', over='ignore'):
         error = view.of(q - x)
-    scales, scale_cover, exponents, given = None, None, (0, 0, 0), statistics.transformed(x, fmt, axis)
+    scales, scale_cover, exponents = None, None, (0, 0, 0)
     if fmt.is_block and x.size:
-        block_scales = statistics.block_scales(x, fmt, axis).astype(np.float32)
         along = axis % x.ndim
         repeated, is_zero = (np.repeat(array, fmt.block, along).take(range(x.shape[along]), along)
-                             for array in (block_scales, statistics.zero_blocks(x, fmt, axis)))
+                             for array in (blocks.exponents().reshape(blocks.shape).astype(np.float32),
+                                           (blocks.amax == 0).reshape(blocks.shape)))
         scale_cover = np.where(view.of(is_zero), numbers.MISSING, 0 if cover is None else cover)
         scales = numbers.reduced(np.maximum, np.where(scale_cover > 0, -128, view.of(repeated)))
         scale_cover = numbers.reduced(np.minimum, scale_cover)
@@ -126,16 +128,16 @@ def _round(x, mask, fmt, axis, view, cover, window, sampled, known):
         used = used[np.isfinite(used)]
         exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
     elif fmt.is_scaled and x.size:
-        used = numbers.valid(number_formats.element_scales(x, fmt, axis), mask)
+        used = numbers.valid(blocks.element_scales, mask)
         used = np.log2(used[np.isfinite(used) & (used > 0)])
         exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
     elif fmt.option('factor'):
         exponents = (-math.log2(fmt.option('factor')),) * 3
-    elif fmt.target and (amax := float(np.max(np.abs(given), initial=0, where=np.isfinite(given)))):
+    elif fmt.target and (amax := float(np.max(np.abs(blocks.flat), initial=0, where=np.isfinite(blocks.flat)))):
         exponents = (math.log2(amax / fmt.target),) * 3
     q_sampled = numbers.sample(numbers.valid(q, mask))
     error = numbers.shrink(error if cover is None else np.where(cover > 0, 0, error))
-    return FormatAnalysis(fmt, known or statistics.quantization(x, fmt, axis, mask), error, scales, scale_cover, exponents,
+    return FormatAnalysis(fmt, known or roundings.quantization(fmt, axis), error, scales, scale_cover, exponents,
                           np.array(view.of(q)[window]), numbers.relative_errors(sampled, q_sampled))
 
 
