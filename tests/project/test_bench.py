@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import socket
@@ -189,6 +190,19 @@ def test_figures_are_appended_with_where_they_are_from(tmp_path, monkeypatch, ca
 # ---- the floor of matrix products ------------------------------------------------------------------------------------
 
 FLOOR = ['projection', '--seconds', '0.01', '--threads', str(backend.threads())]
+
+
+@pytest.mark.parametrize('isa, instruction, tile', [('generic', 'mulps', (4, 8, 4)), ('avx2', 'vfmadd', (6, 16, 8)),
+                                                    ('avx512', 'vfmadd', (14, 32, 16))])
+def test_the_loop_that_measures_the_limit_has_an_instruction_for_each_sum_that_it_counts(isa, instruction, tile):
+    """A compiler that knows the terms leaves out a sum that stays 1, and the limit was 1/11 too high with AVX2."""
+    path = ROOT / f'build/c/kernels/{isa}.o'
+    if not path.exists() or not shutil.which('objdump') or platform.machine() not in ('x86_64', 'AMD64'):
+        pytest.skip(f'needs {path.relative_to(ROOT)} for x86-64 and objdump: make, apt install binutils')
+    code = subprocess.run(['objdump', '-d', '--no-show-raw-insn', path], text=True, capture_output=True, check=True).stdout
+    made = code.partition('<row_fma_loop>:')[2].partition('\n\n')[0]
+    rows, columns, lanes = tile
+    assert made.count(f'\t{instruction}') >= rows * columns // lanes
 
 
 def test_a_product_above_the_floor_passes_and_one_below_it_is_named_with_exit_status_1(monkeypatch, capsys):
@@ -497,6 +511,23 @@ def test_the_contest_of_steps_in_bfloat16_has_ours_in_float32_too(capsys, monkey
     assert told['precision'] == 'bf16' and set(told['vs']) == {'ours'} and told['median_s'] > 0
 
 
+def test_the_contest_of_steps_in_fp8_has_ours_in_bfloat16_and_in_float32_too(capsys, monkeypatch):
+    monkeypatch.delenv('PYOPS_DATA', raising=False)
+    turns = ['--turns', '1', '--warmup', '0', '--json', '--batch-size', '8']
+    train.main(['transformer', '--precision', 'fp8', *turns, '--dropout', '0'])         # compares the losses
+    told = json.loads(capsys.readouterr().out)
+    assert told['precision'] == 'fp8' and set(told['vs']) == {'ours-bf16', 'ours'}
+    assert told['flops'] == told['vs']['ours']['flops'] > 0
+
+
+@pytest.mark.parametrize('flags', ['seq2seq', 'mnist', 'transformer --vs torch', 'transformer --scaling',
+                                   'transformer --recompute'])
+def test_fp8_is_refused_where_it_is_not_timed(flags):
+    message = '--precision fp8: times ours in steps of transformer, without --vs, --scaling and --recompute; leave it out'
+    with pytest.raises(UserError, match=f'^{message}$'):
+        train.main([*flags.split(), '--precision', 'fp8'])
+
+
 def test_processes_of_pytorch_keep_freed_memory_and_ours_have_the_defaults(monkeypatch):
     monkeypatch.delenv('MALLOC_MMAP_MAX_', raising=False)
     for kind in ('torch', 'torch-compile', 'torch-bf16'):
@@ -620,9 +651,8 @@ def test_the_load_of_the_server_compares_every_answer(capsys, monkeypatch):
     assert told['requests'] > 8 and told['errors'] == told['wrong'] == 0 and 0 < told['p50_ms'] <= told['p99_ms']
     assert told['texts_per_s'] > 0 and told['texts_per_batch'] >= 1 and told['compute'] == 'int8'
     assert len(told['file_texts_per_s']) == 2 and min(told['file_texts_per_s']) > 0         # before and after the load
-    client = serve.Client.__init__
-    monkeypatch.setattr(serve.Client, '__init__', lambda self, number, port, args, texts, wanted: client(
-        self, number, port, args, texts, [*wanted[1:], 'another']))
+    check = serve.Client.check
+    monkeypatch.setattr(serve.Client, 'check', lambda self, wanted: check(self, [*wanted[1:], 'another']))
     assert serve.main(flags) == 1
     assert json.loads(capsys.readouterr().out)['wrong'] > 0
 

@@ -1,4 +1,5 @@
 """The commands that write docs/reliability.md, in short: what they count, and whether they would find a defect."""
+import gc
 import os
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def test_a_process_that_trains_stops_resumes_and_serves_leaves_nothing(tmp_path)
 
 @linux
 def test_files_and_descriptors_that_are_left_are_read(tmp_path):
+    gc.collect()                        # closes files that other tests have left
     before = endurance.reading(tmp_path)
     with open(tmp_path / 'left', 'w'):
         after = endurance.reading(tmp_path)
