@@ -90,16 +90,3 @@ pyops_status pyops_follow_parents(int32_t *index, const int32_t *before, const i
         for (int64_t r = 0; r < R; r++) index[s * R + r] = s < M ? before[s * N + parents[r]] : parents[r];
     return PYOPS_OK;
 }
-
-pyops_status pyops_append_rows(float *y, const float *x, const int32_t *places, int64_t N, int64_t R, int64_t C, int64_t ldy,
-                               int64_t ldx, void *stream) {
-    (void)stream;
-    PYOPS_REQUIRE(N >= 0 && R >= 0 && C >= 0 && ldy >= C && ldx >= C,
-                  "append_rows: N=%lld R=%lld C=%lld ldy=%lld ldx=%lld, expected N, R and C of at least 0, ldy and ldx of at "
-                  "least C",
-                  LL(N), LL(R), LL(C), LL(ldy), LL(ldx));
-    const pyops_status status = pyops_check_ids("append_rows", places, R, N);
-    if (status) return status;
-    for (int64_t r = 0; r < R; r++) pyops_copy(y + places[r] * ldy, x + r * ldx, C);
-    return PYOPS_OK;
-}

@@ -189,8 +189,11 @@ static inline pyops_status check_positions(const int32_t *positions, int64_t T, 
     return PYOPS_OK;
 }
 
-static inline pyops_status check_scatter_rows(int64_t N, int64_t R, int64_t C) {
-    PYOPS_REQUIRE(N >= 0 && R >= 0 && C >= 0, "scatter_rows: N=%lld R=%lld C=%lld, expected at least 0", LL(N), LL(R), LL(C));
+static inline pyops_status check_scatter_rows(int64_t N, int64_t R, int64_t C, int64_t ldy, int64_t ldx) {
+    PYOPS_REQUIRE(N >= 0 && R >= 0 && C >= 0 && ldy >= C && ldx >= C,
+                  "scatter_rows: N=%lld R=%lld C=%lld ldy=%lld ldx=%lld, expected N, R and C of at least 0, ldy and ldx of at "
+                  "least C",
+                  LL(N), LL(R), LL(C), LL(ldy), LL(ldx));
     return PYOPS_OK;
 }
 

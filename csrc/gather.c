@@ -104,14 +104,15 @@ pyops_status pyops_gather_rows(float *y, const float *x, const int32_t *rows, in
     return PYOPS_OK;
 }
 
-pyops_status pyops_scatter_rows(float *y, const float *x, const int32_t *rows, int64_t N, int64_t R, int64_t C, void *stream) {
+pyops_status pyops_scatter_rows(float *y, const float *x, const int32_t *rows, int64_t N, int64_t R, int64_t C, int64_t ldy,
+                                int64_t ldx, void *stream) {
     (void)stream;
-    const pyops_status status = check_scatter_rows(N, R, C);
+    const pyops_status status = check_scatter_rows(N, R, C, ldy, ldx);
     if (status) return status;
     for (int64_t r = 0; r < R; r++)
         PYOPS_REQUIRE(rows[r] >= 0 && rows[r] < N, "scatter_rows: rows[%lld]=%d, expected 0 to %lld", LL(r), rows[r],
                       LL(N - 1));
-    PYOPS_FOR(r, R, R * C > PYOPS_SHARE_FLOATS, { memcpy(y + rows[r] * C, x + r * C, (size_t)C * sizeof *y); });
+    PYOPS_FOR(r, R, R * C > PYOPS_SHARE_FLOATS, { pyops_copy(y + rows[r] * ldy, x + r * ldx, C); });
     return PYOPS_OK;
 }
 

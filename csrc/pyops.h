@@ -395,9 +395,12 @@ PYOPS_API pyops_status pyops_pack_pairs(
 PYOPS_API pyops_status pyops_gather_rows(
     float *y, const float *x, const int32_t *rows, int64_t T, int64_t N, int64_t R, int64_t C, void *stream);
 
-/* y[rows[r],:] = x[r,:]: the inverse.   x (R,C)   y (N,C), another array   rows (R) int32 in [0,N), all different */
+/* y[rows[r],:] = x[r,:]: the inverse.   x (R,C), rows ldx floats apart   y (N,C), another array, ldy apart
+ * rows (R) int32 in [0,N), all different
+ */
 PYOPS_API pyops_status pyops_scatter_rows(
-    float *y, const float *x, const int32_t *rows, int64_t N, int64_t R, int64_t C, void *stream);
+    float *y, const float *x, const int32_t *rows,
+    int64_t N, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream);
 
 /* ---- linear layer on pixels ------------------------------------------------------------------------
  * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the nonzero pixels
@@ -828,12 +831,10 @@ PYOPS_API pyops_status pyops_attention_backward(
  *                  causal, with W = 1: the queries are the last R of T tokens of one hypothesis, and see the keys up to their own
  * follow_parents   index[s,r] = before[s,parents[r]] for s < M, else parents[r]: the rows of the T tokens of each hypothesis, if
  *                  hypothesis r continues hypothesis parents[r] of N
- * append_rows      y[places[r],:] = x[r,:]: keys or values of the newest token of each hypothesis
  * q, y (R,heads*C)   k, v (T,W,heads*C), or with offsets (rows,heads*C)   attention_step: index (M,R) int32 in [0,W), M <= T,
  * or with offsets (B).  positions (R) int32 in [0,T), or NULL; with them index (T,W) in [0,T*W)
  * Rows of q are ldq floats apart, rows of k and of v ldk; rows of y are contiguous.
  * follow_parents: index (T,R), before (M,N) int32, parents (R) int32 in [0,N)
- * append_rows: y (N,C), rows ldy floats apart;  x (R,C), ldx apart;  places (R) int32 in [0,N)
  */
 PYOPS_API pyops_status pyops_attention_step(
     float *y, const float *q, const float *k, const float *v, const int32_t *index, const int32_t *offsets,
@@ -842,9 +843,6 @@ PYOPS_API pyops_status pyops_attention_step(
 PYOPS_API pyops_status pyops_follow_parents(
     int32_t *index, const int32_t *before, const int32_t *parents,
     int64_t T, int64_t M, int64_t N, int64_t R, void *stream);
-PYOPS_API pyops_status pyops_append_rows(
-    float *y, const float *x, const int32_t *places,
-    int64_t N, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream);
 
 /* The softmax alone, for scores in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
  * forward   p[i,:] = softmax of scale * s[i,:] over the keys that query i may see, 0 elsewhere;   w = D p

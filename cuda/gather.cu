@@ -212,20 +212,21 @@ extern "C" pyops_status pyops_gather_rows(float *y, const float *x, const int32_
 namespace {
 // A thread takes one float of x.
 static __global__ void __launch_bounds__(THREADS)
-    scattered(float *y, const float *x, const int32_t *rows, int64_t N, int64_t n, int64_t C, FaultRecord *faults) {
+    scattered(float *y, const float *x, const int32_t *rows, int64_t N, int64_t n, int64_t C, int64_t ldy, int64_t ldx,
+              FaultRecord *faults) {
     for (int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x; i < n; i += gridDim.x * int64_t(THREADS)) {
-        const int64_t r = i / C;
-        if (in_table(rows, r, N, Who::scatter_rows, faults)) y[rows[r] * C + (i - r * C)] = x[i];
+        const int64_t r = i / C, c = i - r * C;
+        if (in_table(rows, r, N, Who::scatter_rows, faults)) y[rows[r] * ldy + c] = x[r * ldx + c];
     }
 }
 }
 
 extern "C" pyops_status pyops_scatter_rows(float *y, const float *x, const int32_t *rows, int64_t N, int64_t R, int64_t C,
-                                           void *stream) {
-    const pyops_status status = check_scatter_rows(N, R, C);
+                                           int64_t ldy, int64_t ldx, void *stream) {
+    const pyops_status status = check_scatter_rows(N, R, C, ldy, ldx);
     if (status || R * C == 0) return status;
     return pyops_launched("scatter_rows",
                           LAUNCH(scattered, grid_of_rounds(R * C, THREADS, 1), THREADS, 0, stream_of(stream), y, x, rows, N,
-                                 R * C, C, pyops_faults()),
+                                 R * C, C, ldy, ldx, pyops_faults()),
                           stream);
 }

@@ -136,7 +136,7 @@ def elu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     if inplace:
         return _in_place(elu, x, alpha)
     x = tensor(x)
-    return where(x > 0, x, alpha * (exp(where(x > 0, 0.0, x)) - 1))
+    return where(x > 0, x, alpha * where(x > 0, 0.0, x).expm1())
 
 
 def celu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:

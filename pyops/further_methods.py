@@ -50,8 +50,12 @@ class FurtherMethods(TorchMethods):
 
     def arccosh(self) -> Self:
         """Return the number >= 0 whose hyperbolic cosine is x; NaN below 1."""
-        more = self - 1
-        return (more + (more * (self + 1)).sqrt()).log1p()
+        where = self._function('where')
+        is_large = self > 1e9                                   # there the result is log(2 x) to the last bit
+        x = where(is_large, 1.0, self)
+        more = x - 1
+        small = (more + (more * (x + 1)).sqrt()).log1p()
+        return where(is_large, where(is_large, self, 1.0).log() + math.log(2), small)
 
     def arctanh(self) -> Self:
         """Return the number whose hyperbolic tangent is x; NaN beyond -1 and 1."""
@@ -67,9 +71,10 @@ class FurtherMethods(TorchMethods):
 
     def sinc(self) -> Self:
         """Return sin(pi x) / (pi x), 1 at 0."""
-        angle = self * math.pi
-        inside = self._function('where')(angle == 0, 1.0, angle)
-        return self._function('where')(angle == 0, 1.0, inside.sin() / inside)
+        where, angle = self._function('where'), self * math.pi
+        is_small = abs(angle) < 0.01                            # there three terms of the series are exact
+        inside, square = where(is_small, 1.0, angle), where(is_small, angle * angle, 0.0)
+        return where(is_small, 1 - square * (1 / 6) * (1 - square * (1 / 20)), inside.sin() / inside)
 
     def signbit(self) -> Self:
         """Return the mask of negative elements, with -0.0."""

@@ -299,7 +299,7 @@ class Methods:
 
     def log1p(self) -> Self:
         """Return log(1 + x), accurate for small x."""
-        y, x = (self + 1).log(), self._plain()
+        y, x = (self + 1.0).log(), self._plain()
         # 1 + x is rounded; the derivative of log times the error corrects that
         return y + self._constant(x._function('where')(abs(x) < 0.5, (x - ((x + 1) - 1)) / (x + 1), 0))
 
@@ -642,6 +642,8 @@ class Methods:
     def softmax(self, axis: Axis = -1) -> Self:
         """Return e^x / sum(e^x) along axes, without overflow."""
         axis = softmax_axes(axis, self.ndim)
+        if not self.size:
+            return self.exp()
         e = (self - bounded(self.max(axis, keepdims=True))).exp()
         return e / e.sum(axis, keepdims=True)
 
@@ -649,6 +651,8 @@ class Methods:
     def log_softmax(self, axis: Axis = -1) -> Self:
         """Return log(softmax(x)) along axes."""
         axis = softmax_axes(axis, self.ndim)
+        if not self.size:
+            return self.exp()
         below = self - bounded(self.max(axis, keepdims=True))
         return below - below.exp().sum(axis, keepdims=True).log()
 

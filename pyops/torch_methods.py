@@ -38,7 +38,10 @@ class TorchMethods(Methods):
 
     def expm1(self) -> Self:
         """Return e^x - 1, accurate for small x."""
-        return (self / 2).tanh() * (self.exp() + 1)
+        y, x = self.exp() - 1, self._plain()
+        # e^x is rounded; a constant corrects that, and the gradient is the one of e^x
+        accurate = (x / 2).tanh() * (x.exp() + 1)
+        return y + self._constant(x._function('where')(abs(x) < 0.5, accurate - (x.exp() - 1), 0))
 
     def log2(self) -> Self:
         """Return the logarithm to base 2."""
@@ -83,6 +86,8 @@ class TorchMethods(Methods):
         where, x = self._function('where'), self._operand(other)
         steep = abs(self) > abs(x)
         over, under = where(steep, x, self), where(steep, self, x)
+        infinite = abs(over) == math.inf                    # then both are: the angle of (1, 1), (1, -1), ...
+        over, under = (where(infinite, where(part > 0, 1.0, -1.0), part) for part in (over, under))
         angle = (over / where(under == 0, 1.0, under)).arctan()
         half = where(self < 0, -1.0, 1.0).astype(angle.dtype) * (math.pi / 2)
         return where(steep, half - angle, where(x < 0, angle + half * 2, angle))

@@ -19,7 +19,7 @@ ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 # pointer arguments that are in host memory on every device
 HOST_ARGUMENTS = 'shape', 'strides', 'flops'
 # kernels with a stride argument for each array that may be strided; their callers check the other arrays
-_ROW_STRIDES = ('gemm', 'convert', 'attention_forward', 'attention_backward', 'attention_step', 'append_rows', 'pad_rows')
+_ROW_STRIDES = ('gemm', 'convert', 'attention_forward', 'attention_backward', 'attention_step', 'pad_rows', 'scatter_rows')
 _CData = _cffi_backend.FFI.CData
 
 

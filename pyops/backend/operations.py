@@ -144,7 +144,7 @@ class KernelOperations(Device):
 
     def put_rows(self, y, ids, rows):
         y, rows = self._words(y), self._words(rows)
-        self.launch('scatter_rows', y, rows, ids, y.shape[0], *rows.shape)
+        self.launch('scatter_rows', y, rows, ids, y.shape[0], *rows.shape, rows.shape[1], rows.shape[1])
 
     def _words(self, x):
         """Return rows (R, C) as rows of float32 with the same bits, for kernels that only copy."""

@@ -209,7 +209,7 @@ class GradientSum:
         else:
             with world.current().messages_of_gpus():
                 self._shares.reduce_scatter_blocks(blocks, marked)
-        backend.launch('scatter_rows', rows, blocks, numbers, len(rows), *blocks.shape)
+        backend.launch('scatter_rows', rows, blocks, numbers, len(rows), *blocks.shape, self._block, self._block)
 
     def _marked_by_all(self) -> np.ndarray:
         """Give this rank the marks of all ranks, and return the marked blocks."""

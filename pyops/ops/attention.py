@@ -233,7 +233,7 @@ def append_rows(y: Array, x: Array, places: Array) -> None:
     """
     R, C = x.shape
     check('places', places, (R,), np.int32)
-    launch('append_rows', y, x, places, math.prod(y.shape[:-1]), R, C, check_rows('y', y, (*y.shape[:-1], C)),
+    launch('scatter_rows', y, x, places, math.prod(y.shape[:-1]), R, C, check_rows('y', y, (*y.shape[:-1], C)),
            check_rows('x', x, (R, C)))
 
 
@@ -302,4 +302,4 @@ def _scores(s: Sizes, array: Argument) -> int:
 declare(attention_forward=Kernel(flops=lambda s, array: 4 * _scores(s, array) * s['C']),
         attention_backward=Kernel(flops=lambda s, array: 10 * _scores(s, array) * s['C']),
         attention_softmax_forward=Kernel(), attention_softmax_backward=Kernel(), sequence_lengths=Kernel(),
-        attention_step=Kernel(), follow_parents=Kernel(), append_rows=Kernel())
+        attention_step=Kernel(), follow_parents=Kernel())

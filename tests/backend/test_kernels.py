@@ -850,15 +850,15 @@ def test_the_variance_of_equal_numbers_is_not_below_0_by_rounding(R, P):
 @pytest.mark.parametrize('N,R,C', [(3, 2, 4), (1, 1, 1), (50, 33, 7), (4, 0, 8), (300, 300, 1), (900, 700, 400)])
 def test_scatter_rows_writes_the_rows_and_nothing_else(N, R, C):
     rng = np.random.default_rng(N + R)
-    x, rows = rng.standard_normal((R, C)).astype('f'), rng.permutation(N)[:R].astype(np.int32)
-    y = rng.standard_normal((N, C)).astype('f')
+    x, rows = rng.standard_normal((R, C + 2)).astype('f'), rng.permutation(N)[:R].astype(np.int32)
+    y = rng.standard_normal((N, C + 3)).astype('f')
     want = y.copy()
-    want[rows] = x
-    launch('scatter_rows', y, x, rows, N, R, C)
+    want[rows, :C] = x[:, :C]
+    launch('scatter_rows', y, x, rows, N, R, C, C + 3, C + 2)
     assert np.array_equal(y, want)
     if R:
         with pytest.raises(ValueError, match=rf'scatter_rows: rows\[0\]={N}, expected 0 to {N - 1}'):
-            launch('scatter_rows', y, x[:1], np.array([N], np.int32), N, 1, C)
+            launch('scatter_rows', y, x[:1], np.array([N], np.int32), N, 1, C, C + 3, C + 2)
 
 
 def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
