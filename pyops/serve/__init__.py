@@ -1,8 +1,8 @@
 """An HTTP server for translations: python -m pyops serve CKPT (docs/serve.md).
 
 api.py          requests and answers as JSON
-batching.py     the queue, and the batches made of it
-workers.py      who translates a batch: this process, or others
+batching.py     the queue, and how workers get its texts
+workers.py      who translates: this process, or others
 metrics.py      counters for Prometheus
 application.py  the routes (Starlette)
 openapi.py      a description of the routes, as JSON and as a page

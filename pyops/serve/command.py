@@ -45,7 +45,8 @@ def add_flags(parser: ArgumentParser) -> None:
     add_threads_flag(parser, 'server')
     add_processes_flag(server, 'the server itself', f'one for each thread, at most {PROCESSES}; 1 on a GPU')
     server.add_argument('-b', '--batch-size', type=int_up_to(4096), default=64, metavar='N',
-                        help='texts per batch with a beam of up to 5; fewer with a larger one (default %(default)s)')
+                        help='texts that a process translates at a time with a beam of up to 5; fewer with a larger one '
+                        '(default %(default)s)')
     server.add_argument('--wait', type=non_negative_float, default=2, metavar='MS',
                         help='milliseconds that a text waits for others to translate with it (default %(default)s)')
     limits.add_argument('--queue', type=int_up_to(10**6), default=1024, metavar='N',

@@ -47,10 +47,10 @@ class Metrics:
             if route == '/translate':
                 self._seconds.add(seconds)
 
-    def batch(self, texts: int, source_tokens: int, output_tokens: int, seconds: float) -> None:
-        """Count a batch that was translated."""
+    def done(self, together: int, texts: int, source_tokens: int, output_tokens: int, seconds: float) -> None:
+        """Count texts that were translated together, `together` in all, of which `texts` are done."""
         with self._lock:
-            self._batches.add(texts)
+            self._batches.add(together)
             self._texts += texts
             self._source_tokens += source_tokens
             self._output_tokens += output_tokens
@@ -67,7 +67,7 @@ class Metrics:
                 yield f'pyops_requests_total{{route="{route}",status="{status}"}} {count}'
             yield from _head('pyops_translate_seconds', 'histogram', 'time of a request of /translate')
             yield from self._seconds.lines('pyops_translate_seconds')
-            yield from _head('pyops_batch_texts', 'histogram', 'texts of a batch')
+            yield from _head('pyops_batch_texts', 'histogram', 'texts that are translated together, when some are done')
             yield from self._batches.lines('pyops_batch_texts')
             for name, text, value in (('texts', 'texts translated', self._texts),
                                       ('source_tokens', 'tokens of the texts that were read', self._source_tokens),

@@ -67,13 +67,14 @@ def repeats(tokens, chosen):
 class Supply(NamedTuple):
     """Sentences that join a search when others have ended, so that its steps always have about the same number of rows.
 
-    sentences, tokens: the most that are searched at a time, and their most source tokens;  part: the most that join at a time
-    take(tokens) returns the next ones as Sequences of at most so many tokens, or None
+    sentences, tokens: the most that are searched at a time, and their most source tokens
+    part: the number of sentences for which there must be room before some join
+    take(sentences, tokens) returns the next ones as Sequences, at most so many with so many tokens, or None
     """
     sentences: int
     tokens: int
     part: int
-    take: Callable[[int], Sequences | None]
+    take: Callable[[int, int], Sequences | None]
 
 
 class Decoder:
@@ -89,13 +90,31 @@ class Decoder:
         self._plans = _PlansBySize(lambda source: _DecodePlans(self, source))
         self._sized = _SizedSteps(model, self._predict, num_steps)
 
-    def __call__(self, source, more=None):
-        """more: a Supply of sentences that follow the source"""
+    def __call__(self, source):
+        found = dict(ended for some in self.stream(source) for ended in some)
+        result = np.full((max(map(len, found.values())), len(found)), PAD, np.int32)
+        for b, tokens in found.items():
+            result[:len(tokens), b] = tokens
+        return result
+
+    def stream(self, source, more=None):
+        """Yield lists of pairs when sentences have ended: number of the sentence, its tokens (n,) int32, perhaps with <pad>
+        after the end.
+
+        more: a Supply of sentences that join; they continue the numbers of those of the source
+        """
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
         B = source.rows.sentences
         if self._sized.is_usable and (B > 1 or more):
-            return self._together(source, more)
+            yield from self._together(source, more)
+            return
+        tokens = self._alone(source)
+        yield list(enumerate(tokens.T))
+
+    def _alone(self, source):
+        """Decode with steps of one size.   Return tokens (n, B) int32, <pad> after the end"""
+        B = source.rows.sentences
         tokens, rows = np.full((self.num_steps, B), PAD, np.int32), np.arange(B, dtype=np.int32)
         open_, word, parents, sources, first = np.ones(B, bool), _begin(B), None, None, 0
         if B == 1 and self._draft and self._draft.is_worthwhile:
@@ -127,19 +146,20 @@ class Decoder:
         return tokens[:t + 1]
 
     def _together(self, source, more):
-        """Decode with steps of any number of rows."""
-        B = source.rows.sentences
-        steps = self._sized.start(source, max(B, more.sentences) if more else B, more)
-        found, ids, slots, parents = [None] * B, np.arange(B), np.arange(B), None
+        """Decode with steps of any number of rows.   Yield as stream()"""
+        B = begun = source.rows.sentences
+        most = max(B, more.sentences) if more else B
+        steps = self._sized.start(source, most, more)
+        ids, slots, parents = np.arange(B), np.arange(B), None
         tokens, lengths, word = np.full((self.num_steps, B), NONE, np.int32), np.zeros(B, np.int32), _begin(B)
         while True:                                             # the newest tokens are the last, whenever a sentence began
-            while more and len(ids) + more.part <= more.sentences and (new := more.take(steps.free(slots))):
+            while more and len(ids) + more.part <= most and (new := more.take(most - len(ids), steps.free(slots))):
                 n, slots = new.rows.sentences, steps.add(new, slots)
                 parents = np.arange(len(ids), dtype=np.int32) if parents is None else parents
                 parents = np.append(parents, np.zeros(n, np.int32))
-                ids, lengths = np.append(ids, np.arange(len(found), len(found) + n)), np.append(lengths, np.zeros(n, np.int32))
+                ids, lengths = np.append(ids, np.arange(begun, begun + n)), np.append(lengths, np.zeros(n, np.int32))
                 tokens, word = np.pad(tokens, ((0, 0), (0, n)), constant_values=NONE), np.append(word, _begin(n))
-                found += [None] * n
+                begun += n
             if not len(ids):
                 break
             word = backend.get(steps.step(lengths, word, parents, None if parents is None else slots))
@@ -148,14 +168,9 @@ class Decoder:
             is_open = (word != EOS) & (lengths < self.num_steps)
             is_open &= ~repeats(tokens[-lengths.max():], is_open)
             if not is_open.all():
-                for r in np.flatnonzero(~is_open):
-                    found[ids[r]] = tokens[-lengths[r]:, r].copy()
+                yield [(int(ids[r]), tokens[-lengths[r]:, r].copy()) for r in np.flatnonzero(~is_open)]
                 parents, tokens = np.flatnonzero(is_open).astype(np.int32), tokens[:, is_open]
                 lengths, word, ids, slots = (x[is_open] for x in (lengths, word, ids, slots))
-        result = np.full((max(map(len, found)), len(found)), PAD, np.int32)
-        for b, some in enumerate(found):
-            result[:len(some), b] = some
-        return result
 
     @functools.cached_property
     def _draft(self):
@@ -514,11 +529,22 @@ class BeamDecoder:
         self._sized = _SizedSteps(model, self.candidates, search.max_len)
         self._prepared = model.output.prepare() if search.beam == 1 else None
 
-    def __call__(self, source, more=None):
-        """more: a Supply of sentences that follow the source"""
-        B = source.rows.sentences
-        if self._sized.is_usable and (B > 1 or more):
+    def __call__(self, source):
+        found = dict(ended for some in self.stream(source) for ended in some)
+        return [found[b] for b in range(len(found))]
+
+    def stream(self, source, more=None):
+        """Yield lists of pairs when sentences have ended: number of the sentence, list of Hypotheses.
+
+        more: a Supply of sentences that join; they continue the numbers of those of the source
+        """
+        if self._sized.is_usable and (source.rows.sentences > 1 or more):
             return self._together(source, more)
+        return iter([self._alone(source)])
+
+    def _alone(self, source):
+        """Search with steps of one size."""
+        B = source.rows.sentences
         plans = self._plans.get(source)
         steps = None if plans else _Steps(self.model, self.candidates).start(source)
         beams, rows = Beams(self.search, B), None
@@ -539,16 +565,17 @@ class BeamDecoder:
                 if plans:
                     steps, plans = _Steps(self.model, self.candidates, state), None
                 beams.keep(np.flatnonzero(beams.open))
-        return beams.results()
+        return beams.take_results()
 
     def _together(self, source, more):
-        """Search with steps of any number of rows."""
+        """Search with steps of any number of rows.   Yield as stream()"""
         B, beam = source.rows.sentences, self.search.beam
         most = beam * (max(B, more.sentences) if more else B)
         steps = self._sized.start(source, most, more)
         beams, rows, slots = Beams(self.search, B), None, np.arange(B)
         while True:
-            while more and beams.places.sum() + beam * more.part <= most and (new := more.take(steps.free(slots))):
+            while (more and (room := (most - int(beams.places.sum())) // beam) >= more.part
+                    and (new := more.take(room, steps.free(slots)))):
                 slots = steps.add(new, slots)
                 beams.add(new.rows.sentences)
             if not beams.sentences:
@@ -557,9 +584,9 @@ class BeamDecoder:
             index, logp = steps.step(beams.lengths[columns], word, parents, slots[columns])
             beams.advance(backend.get(index), backend.get(logp), rows)
             if not beams.open.all():
+                yield beams.take_results(beams.ids[~beams.open])
                 slots = slots[beams.open]
                 beams.keep(np.flatnonzero(beams.open))
-        return beams.results()
 
     def candidates(self, h):
         """Return the most likely tokens of each row, (R, k) int32, and their log probabilities (R, k)."""
@@ -619,7 +646,8 @@ class Beams:
         self.tokens = np.zeros((0, 1, B), np.int32)             # (t, beam, B), the newest last, NONE before the first
         self.places = np.full(B, search.beam)                   # those without a finished hypothesis
         self.nth = np.full(B, np.nan)                           # nbest-th score of the finished that are not cut; NaN: fewer
-        self.finished = [[] for _ in range(B)]                  # by sentence: (is_cut, -score, order, tokens)
+        self.finished = {b: [] for b in range(B)}               # by sentence: (is_cut, -score, order, tokens)
+        self._begun = B
 
     @property
     def sentences(self):
@@ -639,8 +667,9 @@ class Beams:
     def add(self, n):
         """Add n sentences."""
         places, B = self.sums.shape[0], len(self.open)
-        self.ids = np.append(self.ids, np.arange(len(self.finished), len(self.finished) + n))
-        self.finished += [[] for _ in range(n)]
+        new, self._begun = range(self._begun, self._begun + n), self._begun + n
+        self.ids = np.append(self.ids, new)
+        self.finished.update((b, []) for b in new)
         self.lengths, self.open = np.append(self.lengths, np.zeros(n, np.int32)), np.append(self.open, np.ones(n, bool))
         self.places, self.nth = np.append(self.places, [self.search.beam] * n), np.append(self.nth, [np.nan] * n)
         self.sums = np.pad(self.sums, ((0, 0), (0, n)), constant_values=np.nan)
@@ -705,10 +734,12 @@ class Beams:
         self.tokens, self.word = self.tokens[:, :, kept], np.ascontiguousarray(self.word[:, kept])
         self.parents = np.ascontiguousarray(self.parents[:, kept])
 
-    def results(self):
-        """Return for each sentence its best Hypotheses; those that are cut come after all others."""
-        return [[Hypothesis(tokens, -negative, is_cut) for is_cut, negative, _, tokens in sorted(
-                 finished, key=lambda entry: entry[:3])[:self.search.nbest]] for finished in self.finished]
+    def take_results(self, ids=None):
+        """Return pairs: the number of a sentence, and its best Hypotheses; those that are cut come after all others.  They are
+        no longer stored.   ids: the numbers of the sentences, None for all"""
+        return [(int(b), [Hypothesis(tokens, -negative, is_cut) for is_cut, negative, _, tokens in sorted(
+                 self.finished.pop(b), key=lambda entry: entry[:3])[:self.search.nbest]])
+                for b in (list(self.finished) if ids is None else ids)]
 
 
 def _spread(values, rows, count):

@@ -2,6 +2,7 @@
 
     workers = start_processes(Start.of(translator.path, replaced, args), shares(2))
     workers[0](function, *arguments)        function(translator, *arguments), called in that process
+    workers[0].begin(function)              function(translator, receive, send) there, which exchanges objects with this process
 
 Python runs one thread of a process at a time, and one product by two threads takes longer than two products by one thread
 each.  So processes with a part of the threads each translate more than one with all threads.
@@ -17,6 +18,7 @@ import threading
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyops import backend, checkpoint
@@ -116,6 +118,32 @@ class Process:
             raise found
         self.about = found
 
+    def begin(self, function: Callable[..., Any]) -> None:
+        """Call function(translator, receive, send) in the process, which ends after it.
+
+        function: of a module.  receive(wait) returns the next object that was given to send() here;  without `wait` None if
+        there is none.  send(object) is for receive() here.
+        """
+        self.send((function, None))
+
+    def send(self, message: Any) -> None:
+        """Send an object.  If the process has ended, receive() says so."""
+        with contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    def receive(self) -> Any:
+        """Wait for an object.   Ended: the process has ended"""
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise Ended(f'the process that translated {self._ended()}') from error
+
+    def restart(self) -> None:
+        """Start the process again after its end.   UserError if that is impossible"""
+        self._connection.close()
+        self._begin()
+        self.wait()
+
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(translator, *arguments), or raise what it raises.
 
@@ -123,14 +151,9 @@ class Process:
         Ended if the process ends meanwhile;  UserError if it had ended before, and cannot be started again
         """
         if self._process.poll() is not None and not self._is_stopped:
-            self._connection.close()
-            self._begin()
-            self.wait()
-        try:
-            self._connection.send((function, arguments))
-            found = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise Ended(f'the process that translated {self._ended()}') from error
+            self.restart()
+        self.send((function, arguments))
+        found = self.receive()
         if isinstance(found, Exception):
             raise found
         return found
@@ -188,8 +211,9 @@ def main(number: str) -> None:
         except (UserError, MemoryError) as error:
             return connection.send(error)
         connection.send(translator.about)
-        while True:
-            connection.send(_answer(translator, received.get()))
+        while not isinstance(found := _answer(translator, received.get()), _Begun):
+            connection.send(found)
+        found.function(translator, partial(_next, received), connection.send)
 
 
 def _receive(connection: Connection, received: queue.SimpleQueue[bytes]) -> None:
@@ -201,13 +225,25 @@ def _receive(connection: Connection, received: queue.SimpleQueue[bytes]) -> None
     os._exit(0)
 
 
+class _Begun(NamedTuple):
+    """A call of begin()."""
+    function: Callable[..., Any]
+
+
 def _answer(translator: Translator, call: bytes) -> Any:
     try:
         function, arguments = pickle.loads(call)
-        return function(translator, *arguments)
+        return _Begun(function) if arguments is None else function(translator, *arguments)
     except Exception as error:
         error.add_note(f'in a process that translates:\n{traceback.format_exc()}')
         return error
+
+
+def _next(received: queue.SimpleQueue[bytes], wait: bool) -> Any:
+    """Return the next object that was received.   None: there is none yet, without `wait`"""
+    if not wait and received.empty():
+        return None
+    return pickle.loads(received.get())
 
 
 if __name__ == '__main__':

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -44,7 +45,8 @@ T = TypeVar('T')
 Texts = Sequence[str] | np.ndarray[Any, Any]
 Many = Literal[2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
                32]      # values of nbest: all up to LARGEST_BEAM with which a result is a list
-Decode = Callable[[Sequences, 'Supply | None'], 'list[list[tuple[np.ndarray, float | None]]]']
+Outputs = list[tuple[np.ndarray, float | None]]         # of a sentence: ids, score
+Decode = Callable[[Sequences, 'Supply | None'], Iterator[list[tuple[int, Outputs]]]]       # as Decoder.stream
 
 
 class Translation(NamedTuple):
@@ -79,7 +81,7 @@ class _Found(NamedTuple):
     words: list[str]
     source: np.ndarray
     cut: int
-    outputs: list[tuple[np.ndarray, float | None]]
+    outputs: Outputs
 
 
 class About(NamedTuple):
@@ -362,20 +364,82 @@ class Translator:
         encoded = vocabulary.encode(words)
         return words, Ragged.of(encoded, self.num_steps), encoded.lengths
 
+    @property
+    def joins(self) -> bool:
+        """Whether texts of arriving() join those that are translated, when some of these have ended."""
+        return self._joins and backend.threads() == 1
+
+    def arriving(self, texts: Callable[[int], Sequence[str]], search: Search, batch_size: int,
+                 alignments: bool = False) -> Iterator[list[tuple[int, list[Translation]]]]:
+        """Translate texts that arrive while others are translated, at most batch_size at a time.
+
+        texts(most) returns those that have arrived, at most so many.  If it returns none, and none is translated, that is the
+        end.
+        Yield lists of pairs when translations are complete: number of the text in the order of arrival, as in translations().
+        `texts` must not wait for a text: until the end no other thread can translate.
+        """
+        arrived = 0
+        if not self.joins or batch_size == 1:
+            while some := texts(batch_size):
+                found = self.translations(some, search.beam, search.nbest, search.length_penalty, search.max_len,
+                                          alignments=alignments)
+                yield list(enumerate(found, arrived))
+                arrived += len(some)
+            return
+        waiting: deque[tuple[int, _Found]] = deque()
+        searched: dict[int, tuple[int, _Found]] = {}            # by the number that the decoder gives
+        ready: list[tuple[int, _Found]] = []                    # texts without words
+        begun = 0
+
+        def take(room: int, tokens: int) -> Sequences | None:
+            nonlocal arrived, begun
+            for found, length in zip(*self._begin(texts(max(0, room - len(waiting)))), strict=True):
+                (waiting if length else ready).append((arrived, found))
+                arrived += 1
+            some: list[np.ndarray] = []
+            while waiting and len(some) < room and (len(source := waiting[0][1].source) <= tokens or not searched):
+                tokens -= len(source)
+                some.append(source)
+                searched[begun] = waiting.popleft()
+                begun += 1
+            return Sequences.of(some, self.num_steps) if some else None
+
+        def described(done: Sequence[tuple[int, _Found]]) -> list[tuple[int, list[Translation]]]:
+            pairs = [(found.source, ids) for _, found in done for ids, _ in found.outputs]
+            weights = self._align(pairs, batch_size) if alignments else iter([None] * len(pairs))
+            return [(number, self._described(found, weights, alignments)) for number, found in done]
+        with _DEVICE, backend.on(self._device):
+            decode, = self._decoder(search, True, 1)
+            while (source := take(batch_size, _TOKENS)) or ready:
+                for ended in decode(source, Supply(batch_size, _TOKENS, 1, take)) if source else ():
+                    for number, outputs in ended:
+                        ready.append(searched.pop(number))
+                        ready[-1][1].outputs.extend(outputs)
+                    yield described(ready)
+                    ready.clear()
+                if ready:
+                    yield described(ready)
+                    ready.clear()
+                begun = 0
+
+    def _begin(self, texts: Sequence[str]) -> tuple[list[_Found], np.ndarray]:
+        """Return for each text a _Found without outputs; and the lengths, in tokens, before they were cut."""
+        words, sources, lengths = self._read(self.source_vocabulary, texts)
+        cut = np.maximum(lengths + 1 - self.num_steps, 0).tolist()
+        return [_Found(words[n], sources[n], cut[n], []) for n in range(len(words))], lengths
+
     def _find(self, texts: Sequence[str], search: Search, batch_size: int, scores: bool = False,
               divide: bool = False) -> list[_Found]:
         """Search for the translations of texts.   divide: whether batches may be smaller, so that each worker has one
 
         Batches have sentences of about equal length, so that few of them wait for a longer one.
         """
-        words, sources, lengths = self._read(self.source_vocabulary, texts)
+        results, lengths = self._begin(texts)
         order = np.argsort(lengths, kind='stable')
         order = order[lengths[order] > 0]
-        results = [_Found(words[n], sources[n], max(0, int(lengths[n]) + 1 - self.num_steps), []) for n in range(len(words))]
         with _DEVICE, backend.on(self._device):
             workers, rows = self._workers(len(order), search), _rows(batch_size)
-            is_host = self._device.is_host
-            joins = rows > 1 and is_host and hasattr(self.model, 'reserve') and bool(self.model.free_rows)
+            is_host, joins = self._device.is_host, self._joins and rows > 1
             if divide and workers > 1:
                 size = max(1, rows // _PARTS) if joins else rows
                 parts = workers * -(-len(order) // (workers * size)) if joins else parts_of(len(order), workers, rows)
@@ -388,9 +452,9 @@ class Translator:
             firsts = {decode: waiting.take(first, most) for decode in decoders}        # before anyone takes more
 
             def sequences(some: Sequence[int]) -> Sequences:
-                return Sequences.of([sources[n] for n in some], self.num_steps)
+                return Sequences.of([results[n].source for n in some], self.num_steps)
 
-            def more(taken: list[int], tokens: int) -> Sequences | None:
+            def more(taken: list[int], _: int, tokens: int) -> Sequences | None:
                 new = waiting.take(part, tokens)
                 taken.extend(new)
                 return sequences(new) if new else None
@@ -400,11 +464,17 @@ class Translator:
                     taken = [*some]
                     filled: Any = some if is_host else np.resize(some, rows)
                     supply = Supply(rows, _TOKENS, part, partial(more, taken)) if joins and waiting else None
-                    outputs = decode(sequences(filled), supply)
-                    for n, hypotheses in zip(taken, outputs, strict=False):
-                        results[n].outputs.extend((ids[ids != PAD], score) for ids, score in hypotheses)
+                    for ended in decode(sequences(filled), supply):
+                        for k, outputs in ended:
+                            if k < len(taken):
+                                results[taken[k]].outputs.extend(outputs)
             _in_parallel(work, decoders, waiting)
         return results
+
+    @property
+    def _joins(self) -> bool:
+        """Whether sentences can join a search."""
+        return self._device.is_host and hasattr(self.model, 'reserve') and bool(self.model.free_rows)
 
     def _workers(self, texts: int, search: Search) -> int:
         """Return the number of batches to decode at the same time, each with its part of the threads.
@@ -417,7 +487,7 @@ class Translator:
         return max(1, min(WORKERS, backend.threads(), texts * search.beam // _WORKER_ROWS))
 
     def _decoder(self, search: Search, scores: bool, workers: int) -> list[Decode]:
-        """Return for each worker decode(source) -> for each sentence a list of pairs (ids, score).
+        """Return for each worker decode(source, supply).
 
         Decoders of the last DECODERS searches are kept.  Their plans have memory for a number of threads, so it is in the key.
         """
@@ -436,11 +506,12 @@ class Translator:
     def _make_decoder(model: Any, search: Search, is_greedy: bool) -> Decode:
         decoder = model.decoding(search.max_len) if is_greedy else BeamDecoder(model, search)
 
-        def decode(source: Sequences, more: Supply | None = None) -> list[list[tuple[np.ndarray, float | None]]]:
-            found = decoder(source, more) if more else decoder(source)
-            if is_greedy:
-                return [[(ids, None)] for ids in found.T]
-            return [[(one.tokens, one.score) for one in some] for some in found]
+        def decode(source: Sequences, more: Supply | None) -> Iterator[list[tuple[int, Outputs]]]:
+            for ended in decoder.stream(source, more):
+                if is_greedy:
+                    yield [(k, [(ids[ids != PAD], None)]) for k, ids in ended]
+                else:
+                    yield [(k, [(one.tokens[one.tokens != PAD], one.score) for one in found]) for k, found in ended]
         return decode
 
     def _described(self, found: _Found, weights: Iterator[np.ndarray | None], alignments: bool) -> list[Translation]:

@@ -184,7 +184,7 @@ def test_parts_of_a_sum_are_added_in_one_order_whichever_block_is_the_last():
     def bits(order):
         paths = os.pathsep.join(str(ROOT / path) for path in ('', 'tests', 'tests/helpers', 'tests/cuda'))
         environment = os.environ | {'PYTHONPATH': paths, 'EMU_ORDER': order}
-        done = subprocess.run([sys.executable, '-c', PARTS], cwd=ROOT, env=environment, capture_output=True, timeout=120)
+        done = subprocess.run([sys.executable, '-c', PARTS], cwd=ROOT, env=environment, capture_output=True, timeout=480)
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout
     first = bits('forward')
@@ -551,7 +551,7 @@ def launches(tmp_path, code, processors=4):
     path.unlink(missing_ok=True)
     folders = os.pathsep.join(str(ROOT / path) for path in ('', 'tests', 'tests/helpers', 'tests/cuda'))
     environment = os.environ | {'PYTHONPATH': folders, 'EMU_LAUNCHES': str(path), 'EMU_MULTIPROCESSORS': str(processors)}
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stderr
     return [line.split('\t') for line in path.read_text().splitlines()]
 
@@ -659,9 +659,9 @@ def test_an_unknown_multicast_is_an_error():
 
 @pytest.mark.skipif(not LADDER.exists(), reason='make emulated')
 def test_every_step_of_the_ladder_finds_the_same_sums():
-    got = subprocess.run([LADDER, '256', '512', '192', LIBRARY], capture_output=True, text=True, timeout=120, check=True)
+    got = subprocess.run([LADDER, '256', '512', '192', LIBRARY], capture_output=True, text=True, timeout=480, check=True)
     lines = got.stdout.splitlines()
     assert lines[0] == 'c = a b of 256 x 512 x 192' and len(lines) == 1 + 9 + 4
     assert [line[0] for line in lines[1:10]] == list('123456789') and all(line.endswith(' right') for line in lines[1:])
-    wrong = subprocess.run([LADDER, '250', '512', '192'], capture_output=True, text=True, timeout=20)
+    wrong = subprocess.run([LADDER, '250', '512', '192'], capture_output=True, text=True, timeout=120)
     assert wrong.returncode == 2 and 'multiples of 256' in wrong.stderr

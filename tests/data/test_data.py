@@ -216,7 +216,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body[start:start + 5000] if manner in ('cut', 'silent') else body[start:])
         if manner == 'silent':
-            self.server.over.wait(60)
+            self.server.over.wait(240)
 
     def log_message(self, *_):
         pass

@@ -20,7 +20,7 @@ class Page:
     def ask(self, expression):
         return self.tab.evaluate(f'() => {expression}')
 
-    def until(self, expression, expected=True, seconds=20):
+    def until(self, expression, expected=True, seconds=120):
         """Wait until an expression has a value."""
         end = time.monotonic() + seconds
         while (got := self.ask(expression)) != expected:

@@ -44,5 +44,5 @@ def run(count, library, folder, *arguments, variables=as_torchrun, **values):
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                   env=environment(library, folder, **variables(count, rank, port) | values))
                  for rank in range(count)]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=480) for process in processes]
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]

@@ -3,7 +3,7 @@ import time
 from pathlib import Path
 
 
-def until(condition, seconds=30):
+def until(condition, seconds=120):
     """Wait until condition() is true."""
     end = time.monotonic() + seconds
     while not condition():

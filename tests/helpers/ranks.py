@@ -44,7 +44,7 @@ def start(*arguments, **variables):
 def run_ranks(ranks, *arguments, **variables):
     """Run python with these arguments on so many ranks.  Return the exit status, standard output and standard error."""
     process = start('-n', ranks, sys.executable, *arguments, **variables)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=480)
     return process.returncode, out, err
 
 
@@ -85,7 +85,7 @@ class Comm:
         self._boxes[self.rank, peer].put(x.copy())
 
     def Recv(self, x, peer):
-        x[...] = self._boxes[peer, self.rank].get(timeout=60)
+        x[...] = self._boxes[peer, self.rank].get(timeout=240)
 
     def Sendrecv(self, x, peer, recvbuf, source):
         self.Send(x, peer)
@@ -100,9 +100,9 @@ class Comm:
 
     def allgather(self, value):
         self._shared[self.rank] = value
-        self._barrier.wait(60)
+        self._barrier.wait(240)
         values = list(self._shared)
-        self._barrier.wait(60)
+        self._barrier.wait(240)
         return values
 
 
@@ -117,6 +117,6 @@ def on_threads(ranks, function):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     return results
 

@@ -46,7 +46,11 @@ def model():
 
 
 class Held:
-    """The translator, whose batches wait for `go`.   batches: the texts of each;  entered: set when one has begun"""
+    """The translator, but its batches wait for `go`, and no text joins them.
+
+    batches: the texts of each;  entered: set when one has begun
+    """
+    joins = False
 
     def __init__(self, fails=lambda texts: False):
         self.go, self.entered, self.batches, self._fails = threading.Event(), threading.Event(), [], fails
@@ -54,13 +58,18 @@ class Held:
     def __getattr__(self, name):
         return getattr(model(), name)
 
-    def translations(self, texts, *settings, **more):
-        self.batches.append(list(texts))
-        self.entered.set()
-        assert self.go.wait(60)
-        if self._fails(texts):
-            raise RuntimeError('a bug in the model')
-        return model().translations(texts, *settings, **more)
+    def arriving(self, texts, search, batch_size, alignments):
+        arrived = 0
+        while some := texts(batch_size):
+            self.batches.append(list(some))
+            self.entered.set()
+            assert self.go.wait(240)
+            if self._fails(some):
+                raise RuntimeError('a bug in the model')
+            found = model().translations(some, search.beam, search.nbest, search.length_penalty, search.max_len,
+                                         alignments=alignments)
+            yield list(enumerate(found, arrived))
+            arrived += len(some)
 
 
 @contextlib.contextmanager
@@ -80,14 +89,14 @@ def running(translator=None, queue=1024, batch_size=64, timing=None, workers=Non
         if isinstance(translator, Held):
             translator.go.set()
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
         batcher.close()
         assert not thread.is_alive()
 
 
 def ask(port, method, path, body=None, **headers):
     """Return the status, the headers and the body of an answer."""
-    connection = http.client.HTTPConnection('127.0.0.1', port, timeout=60)
+    connection = http.client.HTTPConnection('127.0.0.1', port, timeout=240)
     try:
         connection.request(method, path, body, {name.replace('_', '-'): value for name, value in headers.items()})
         answer = connection.getresponse()
@@ -109,7 +118,7 @@ def request(body, *heads, path='/translate'):
 
 
 def connect(port):
-    return socket.create_connection(('127.0.0.1', port), timeout=60)
+    return socket.create_connection(('127.0.0.1', port), timeout=240)
 
 
 def read_all(connection):

@@ -503,7 +503,7 @@ def server(dump):
 
 
 def get(server, path, method='GET', **headers):
-    connection = http.client.HTTPConnection('127.0.0.1', server.server_port, timeout=10)
+    connection = http.client.HTTPConnection('127.0.0.1', server.server_port, timeout=120)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
@@ -660,7 +660,7 @@ def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser
         assert len(shown.requests) > 5 and {url.split('?')[0] for url in shown.requests} == {
             f'{url}/', f'{url}/changes', f'{url}/detail', f'{url}/attention'} and shown.failures == []
         server.send_signal(signal.SIGINT)
-        assert server.wait(10) == 130
+        assert server.wait(120) == 130
         shown.until('document.getElementById("status").textContent', 'connection lost; retrying')
         assert 'step 10' in shown.text('#tensor-title')
         run.write_to(20)

@@ -510,7 +510,7 @@ def start(*arguments, tree=ROOT, **kwargs):
 
 def outcome(process):
     """-> exit status, standard output, standard error of a process that ends."""
-    out, error = process.communicate(timeout=120)
+    out, error = process.communicate(timeout=480)
     return process.returncode, (out or b'').decode(errors='surrogateescape'), (error or b'').decode()
 
 
@@ -715,7 +715,7 @@ def test_a_name_that_is_no_text(place):
 def test_odd_lines_are_answered(place):
     process = start(*SERVE, stdin=subprocess.PIPE)
     lines = [b'a\0b \0', b'w' * 1_000_000, b'word ' * 200_000, b'\xff', b'\x1b[2J', b'Go.']
-    out, error = process.communicate(b'\n'.join(lines) + b'\n', timeout=120)
+    out, error = process.communicate(b'\n'.join(lines) + b'\n', timeout=480)
     assert process.returncode == 0 and error.count(b'\n') == 2
     assert b'warning: line 3: too long, only the first 9 of 200001 tokens, ' in error
     assert b'warning: standard input: line 4: not UTF-8 (byte 0xff at position 1); its translation is blank\n' in error

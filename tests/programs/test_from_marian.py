@@ -197,7 +197,7 @@ def test_beam_search_on_the_probabilities_of_pytorch_has_the_same_results(conver
             if not beams.sentences:
                 break
             seen = np.concatenate([seen[beams.parents[:, 0]], beams.word], 1)
-        (want,), = beams.results()
+        (_, (want,)), = beams.take_results()
         (ours,) = translator.translations(text, beam=4, length_penalty=length_penalty)
         assert ours.text == vocabulary.decode(want.tokens), text
         assert abs(ours.score - want.score) <= 1e-5 * max(1, abs(ours.score)), text

@@ -324,7 +324,7 @@ def test_a_run_that_a_signal_ended_is_not_a_success(program, number):
         while 'evaluating' not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (128 + number, 'finishing this step (Ctrl-C again leaves at once)\n')
 
 

@@ -488,7 +488,7 @@ def test_a_signal_saves_and_the_resumed_run_equals_an_uninterrupted_one(tmp_path
     while '[' not in process.stdout.readline():         # an epoch is under way
         assert process.poll() is None
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 128 + number and 'checkpoint saved : ' in out and 'Traceback' not in err
     assert 'finishing this step, then saving' in err
     assert_resumed_equals_whole(tmp_path)
@@ -512,7 +512,7 @@ def train_on_a_terminal(folder, epochs, sighup=signal.SIG_DFL):
         assert process.poll() is None
         time.sleep(0.001)
     os.close(master)
-    return process.wait(timeout=60)
+    return process.wait(timeout=240)
 
 
 def test_a_closed_terminal_saves_and_the_resumed_run_equals_an_uninterrupted_one(tmp_path):
@@ -532,14 +532,14 @@ def test_a_reader_that_goes_away_loses_no_step(tmp_path):
     while '[' not in process.stdout.readline():
         assert process.poll() is None
     process.stdout.close()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGPIPE and err == ''
     assert newest(tmp_path / 'parts')[0]['step'][0] > 0
 
 
 def test_max_steps_is_what_was_asked_for_and_no_interruption(tmp_path):
     process = start('-e', '1000', '-c', str(tmp_path / 'parts'), *PAIRS_OF_TWO, '--max-steps', '7')
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, '') and 'checkpoint saved : ' in out
     assert newest(tmp_path / 'parts')[1]['run']['position'] == 14
     assert_resumed_equals_whole(tmp_path)

@@ -84,8 +84,8 @@ def test_the_text_of_a_translation_has_no_marks(tmp_path, monkeypatch):
     seq2seq_train.main(['-e', '1', '-c', str(tmp_path), *TINY_SEQ2SEQ, *BPE])
     translator = pyops.load(tmp_path)
     ids = translator.target_vocabulary.encode(["J'ai dormi !"]).ids
-    output = np.array([*ids, EOS, PAD], np.int32)[:, None]
-    monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: lambda source: output)
+    decoder = SimpleNamespace(stream=lambda *_: [[(0, np.array([*ids, EOS, PAD], np.int32))]])
+    monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: decoder)
     translator = pyops.load(tmp_path)
     (found,) = translator.translations('I slept.', beam=1, scores=False)
     assert found.text == "J'ai dormi !" and found.tokens[-1] == found.source[-1] == '<eos>'

@@ -1048,7 +1048,7 @@ def test_packets_pass_a_link_with_a_delay_both_ways_in_order():
         for i, end in enumerate(ends):
             assert [end.recv(100) for _ in range(8)] == [b'%d %d' % (i ^ 1, n) for n in range(first, first + 8)]
     os.close(close)
-    carrier.join(60)
+    carrier.join(240)
     assert not carrier.is_alive()
     os.close(until)
     for one in (*ends, *inner):

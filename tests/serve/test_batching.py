@@ -19,14 +19,14 @@ def held():
     held = Held()
     batcher = Batcher([Local(held)], Metrics(), batch_size=8, capacity=20)
     batcher.first = batcher.submit(['first'], model().search())
-    assert held.entered.wait(30)
+    assert held.entered.wait(120)
     yield held, batcher
     held.go.set()
     batcher.close()
 
 
 def texts_of(ticket):
-    return [json.loads(found)[0]['text'] for found in ticket.future.result(60)]
+    return [json.loads(found)[0]['text'] for found in ticket.future.result(240)]
 
 
 def test_texts_of_requests_that_arrive_during_a_batch_are_the_next_batch(held):
@@ -44,7 +44,7 @@ def test_texts_with_other_settings_are_another_batch(held):
     tickets = [batcher.submit([TEXTS[n]], *key) for n, key in enumerate([
         (search(), False), (search(beam=2), False), (search(), True), (search(length_penalty=0.5), False), (search(), False)])]
     translator.go.set()
-    found = [json.loads(ticket.future.result(60)[0])[0] for ticket in tickets]
+    found = [json.loads(ticket.future.result(240)[0])[0] for ticket in tickets]
     assert sorted(map(sorted, translator.batches[1:])) == sorted(
         map(sorted, [[TEXTS[0], TEXTS[4]], [TEXTS[1]], [TEXTS[2]], [TEXTS[3]]]))
     assert ['alignment' in one for one in found] == [False, False, True, False, False]
@@ -57,7 +57,7 @@ def test_a_batch_has_the_oldest_text_and_those_most_similar_in_length(held):
     mixed = [long[0], *short, *long[1:]]
     ticket = batcher.submit(mixed, model().search())
     translator.go.set()
-    assert len(ticket.future.result(60)) == 15
+    assert len(ticket.future.result(240)) == 15
     assert sorted(translator.batches[1]) == sorted(long) and sorted(translator.batches[2]) == sorted(short)
 
 
@@ -109,35 +109,31 @@ def test_a_text_on_which_the_model_fails_fails_its_request_alone(capsys):
     batcher = Batcher([Local(held)], Metrics(), wait=0.2)
     tickets = [batcher.submit(texts, model().search()) for texts in (TEXTS[:2], ['bad', TEXTS[2], 'bad'], TEXTS[3:4])]
     assert texts_of(tickets[0]) == model().translate(TEXTS[:2]) and texts_of(tickets[2]) == model().translate(TEXTS[3:4])
-    assert isinstance(tickets[1].future.exception(60), RuntimeError)
+    assert isinstance(tickets[1].future.exception(240), RuntimeError)
     batcher.close()
     assert capsys.readouterr().err.count('Traceback') == 1
 
 
 class Failing:
-    """A worker that fails once `workers` of them have a batch."""
+    """A translator that fails once two of them have a text."""
+    joins, together = False, threading.Barrier(2)
 
-    def __init__(self, workers):
-        self.together = threading.Barrier(workers)
-
-    def __call__(self, texts, search, alignments):
-        self.together.wait(30)
-        raise ValueError(texts[0])
-
-    def close(self):
-        pass
+    def arriving(self, texts, *_):
+        text, = texts(1)
+        self.together.wait(120)
+        raise ValueError(text)
 
 
 def test_two_workers_fail_texts_of_one_request_at_the_same_time(monkeypatch, capsys):
-    both, drop, worker = threading.Barrier(2), Batcher.drop, Failing(2)
+    both, drop = threading.Barrier(2), Batcher.drop
 
     def slow_drop(self, ticket):
-        both.wait(30)
+        both.wait(120)
         drop(self, ticket)
     monkeypatch.setattr(Batcher, 'drop', slow_drop)
-    batcher = Batcher([worker, worker], Metrics(), batch_size=1)
+    batcher = Batcher([Local(Failing()), Local(Failing())], Metrics(), batch_size=1)
     for texts in (['a', 'b'], ['c', 'd']):              # both workers still run after the first request
-        failure = batcher.submit(texts, model().search()).future.exception(60)
+        failure = batcher.submit(texts, model().search()).future.exception(240)
         assert isinstance(failure, ValueError) and str(failure) in texts
     batcher.close()
     assert capsys.readouterr().err.count('ValueError: ') == 4
@@ -152,7 +148,7 @@ def test_closing_translates_what_was_accepted_and_refuses_more(held):
         with pytest.raises(Closed):
             batcher.submit(TEXTS[:1], model().search())
         translator.go.set()
-        closing.result(60)
+        closing.result(240)
     assert texts_of(ticket) == model().translate(TEXTS[:12])
 
 
@@ -166,6 +162,6 @@ def test_the_number_of_threads_is_that_of_the_thread_which_translates():
     held = Held(fails=lambda texts: seen.append(backend.threads()))
     held.go.set()
     batcher = Batcher([Local(held, backend.threads() + 2)], Metrics())
-    batcher.submit(['Go.'], model().search()).future.result(60)
+    batcher.submit(['Go.'], model().search()).future.result(240)
     batcher.close()
     assert seen == [backend.threads() + 2]

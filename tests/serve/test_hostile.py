@@ -42,7 +42,7 @@ def normal_client(server):
     thread.start()
     yield
     done.set()
-    thread.join(60)
+    thread.join(240)
     assert not thread.is_alive() and wrong == []
     until(lambda: not server.server.server_state.connections)       # nothing hostile is left
 

@@ -71,7 +71,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.asked.append(request)
         self.texts.append(request['texts'])
         if self.gates:
-            assert self.gates.pop(0).wait(20)
+            assert self.gates.pop(0).wait(120)
         if self.token and authorization != f'Bearer {self.token}':
             return 401, json.dumps({'error': 'expected the header Authorization: Bearer TOKEN'})
         if self.failure:

@@ -161,7 +161,7 @@ def test_a_search_stops_when_nothing_better_can_follow():
     assert beams.sentences == 1
     beams = Beams(Search(30, 2, 1, 0.6), 1)
     beams.advance(np.array([[EOS, 5]]), np.log([[0.9, 0.1]]))        # -0.105, and at best -2.3 / 7.7
-    assert beams.sentences == 0 and beams.results()[0][0].tokens.tolist() == [EOS]
+    assert beams.sentences == 0 and beams.take_results()[0][1][0].tokens.tolist() == [EOS]
 
 
 def test_a_repetition_ends_a_hypothesis_and_comes_after_all_others():
@@ -174,7 +174,7 @@ def test_a_repetition_ends_a_hypothesis_and_comes_after_all_others():
         index, logp = fixed(t)
         W = beams.sums.shape[0]
         beams.advance(np.repeat(index, W, 0), np.repeat(logp, W, 0))
-    (first, second), = beams.results()
+    (_, (first, second)), = beams.take_results()
     assert second.is_cut and second.tokens.tolist() == [5, 6] * REPEATS and beams.lengths.tolist() == [2 * REPEATS]
     assert not first.is_cut and first.tokens[-1] == EOS and first.score < second.score
     for tokens, is_cut in (([7] * 4, True), ([7] * 3, False), ([4, 5, 6] * 4, True), ([4, 5, 6] * 3 + [4, 5, 7], False)):
@@ -191,7 +191,7 @@ def test_equal_hypotheses_keep_the_order_of_their_parents_and_tokens():
     beams.advance(np.array([[4, 5, 6]]), np.log([[0.25] * 3]))
     assert beams.word.ravel().tolist() == [4, 5, 6]
     beams.advance(np.array([[4, 5, 6]] * 3), np.log([[0.25] * 3] * 3))
-    assert [found.tokens.tolist() for found in beams.results()[0]] == [[4, 4], [4, 5], [4, 6]]
+    assert [found.tokens.tolist() for found in beams.take_results()[0][1]] == [[4, 4], [4, 5], [4, 6]]
 
 
 def test_nan_and_impossible_tokens_do_not_end_a_search():
@@ -202,7 +202,7 @@ def test_nan_and_impossible_tokens_do_not_end_a_search():
         for _ in range(3):
             W = beams.sums.shape[0]
             beams.advance(np.tile([[4, 5]], (2 * W, 1)), np.tile(logp, (W, 1)))
-        spoiled, clean = beams.results()
+        (_, spoiled), (_, clean) = beams.take_results()
         assert len(spoiled) == 2 and spoiled[0].score == -np.inf and spoiled[0].tokens.tolist() == [4, 4, 4]
         assert clean[0].tokens.tolist() == [4, 4, 4] and abs(clean[0].score - np.log(0.5)) <= 1e-12
 
@@ -348,8 +348,11 @@ def test_every_batch_of_a_gpu_has_the_same_number_of_sentences(trained, monkeypa
     """So that its products always have the same sizes."""
     translator, corpus = trained
     computed = []
-    monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: lambda source, more=None: (
-        computed.append(source.rows.sentences) or np.full((1, source.rows.sentences), EOS, np.int32)))
+
+    def stream(source, more):
+        computed.append(source.rows.sentences)
+        yield [(b, np.array([EOS], np.int32)) for b in range(source.rows.sentences)]
+    monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: SimpleNamespace(stream=stream))
     monkeypatch.setattr(Translator, '_workers', lambda *_: 1)
     fresh = Translator(translator.model, translator.source_vocabulary, translator.target_vocabulary)
     texts = [text for text, _ in corpus.texts()][:70]
@@ -431,7 +434,8 @@ def test_sentences_that_join_a_search_have_the_hypotheses_and_scores_of_a_search
     monkeypatch.setattr(model, '_reserved', (None, (0, 0, 0)), raising=False)
     waiting, taken = list(rows[7:]), []
 
-    def take(tokens):
+    def take(room, tokens):
+        assert room >= part
         new = source_of(translator, corpus, waiting[:part]) if waiting else None
         if new is None or len(new.ids) > tokens:
             return None
@@ -441,17 +445,20 @@ def test_sentences_that_join_a_search_have_the_hypotheses_and_scores_of_a_search
     want = [BeamDecoder(model, search)(source_of(translator, corpus, [row])) for row in rows]
     greedy = [Decoder(model, 9)(source_of(translator, corpus, [row]))[:, 0] for row in rows]
     first, supply = source_of(translator, corpus, rows[:7]), decoding.Supply(12, 100, part, take)
-    found = BeamDecoder(model, search)(first, supply)
+    def ended(decoder):
+        return dict(pair for pairs in decoder.stream(first, supply) for pair in pairs)
+    found = ended(BeamDecoder(model, search))
     if isinstance(model, Seq2Seq):                  # it has no plan for any size
-        assert len(found) == 7 and not taken
+        assert [*found] == [*range(7)] and not taken
         return
-    assert sum(taken) == 53
-    for (one,), other in zip(want, found, strict=True):
+    assert sum(taken) == 53 and [*found] != sorted(found)
+    for b, (one,) in enumerate(want):
+        other = found.pop(b)
         assert [(h.tokens.tolist(), h.score) for h in one] == [(h.tokens.tolist(), h.score) for h in other]
     waiting[:] = rows[7:]
-    found = Decoder(model, 9)(first, supply)
-    for b, tokens in enumerate(greedy):
-        assert found[:len(tokens), b].tolist() == tokens.tolist() and not found[len(tokens):, b].any()
+    assert not found
+    found = ended(Decoder(model, 9))
+    assert len(found) == 60 and all(found[b].tolist() == tokens.tolist() for b, tokens in enumerate(greedy))
 
 
 @on_the_cpu                     # a GPU copies

@@ -101,7 +101,7 @@ def test_all_processes_translate_at_the_same_time_with_their_part_of_the_threads
     together, seen = threading.Barrier(3), Counter()
 
     def task(translator, texts, numbers):
-        together.wait(60)
+        together.wait(240)
         seen[translator and translator.threads or backend.threads()] += 1
         return echo(translator, texts, numbers)
     texts = windows(24)
@@ -137,7 +137,7 @@ def test_few_windows_are_read_before_the_first_is_written(made):
         if translator:
             begun.set()
             until(lambda: not work._parts and (len(work._windows) == 3 or len(taken) == 9))
-        assert begun.wait(60)
+        assert begun.wait(240)
         return echo(translator, texts, numbers)
     with Divided(None, task, (), written.append, 4, None, 2, True) as work:
         work.run(source())
@@ -178,7 +178,7 @@ class Ends:
 
     def __call__(self, translator, texts, numbers):
         if translator is None:
-            assert self.failed.wait(60)
+            assert self.failed.wait(240)
         elif self.left:
             self.left -= 1
             self.failed.set()
@@ -209,13 +209,13 @@ def test_an_interruption_stops_the_other_processes_while_they_translate(made):
     def task(translator, texts, numbers):
         if translator:
             begun.set()
-            assert translator.stopped.wait(60)
+            assert translator.stopped.wait(240)
             raise KILLED
         return echo(translator, texts, numbers)
 
     def source():
         yield from windows(40)
-        assert begun.wait(60)
+        assert begun.wait(240)
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt), Divided(None, task, (), None, 4, None, 2, True) as work:
         work.run(source())

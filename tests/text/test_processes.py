@@ -60,7 +60,7 @@ def test_a_process_that_was_killed_is_started_again(process, tmp_path):
         until((tmp_path / 'begun').exists)
         process._process.kill()
         with pytest.raises(Ended, match='the process that translated was ended by signal 9'):
-            call.result(60)
+            call.result(240)
     assert process(Translator.translate, TEXTS[:2]) == model().translate(TEXTS[:2]) and process.pid != killed
 
 
@@ -70,7 +70,7 @@ def test_a_process_that_is_stopped_ends_its_call_and_is_not_started_again(tmp_pa
         process.stop()                                      # while it loads
         call = pool.submit(process.wait)
         with pytest.raises(UserError, match='a process that translates was ended by signal 9; give fewer with --processes'):
-            call.result(60)
+            call.result(240)
         with pytest.raises(Ended):
             process(threads)
     process.close()

@@ -92,7 +92,7 @@ class Terminal:
         """Press Ctrl-D; what is printed then."""
         self.write(b'\x04')
         text = self.read_until('left\r\n')
-        assert self.child.wait(60) == 0
+        assert self.child.wait(240) == 0
         return text
 
     def read_until(self, end):
@@ -136,7 +136,7 @@ def test_ctrl_c_clears_the_line_and_two_on_an_empty_line_leave(tmp_path):
         assert 'leaves' not in terminal.interrupt('\n? ')         # so does one that is not empty
         terminal.interrupt(CTRL_C)
         terminal.interrupt('left\r\n')
-        assert terminal.child.wait(60) == 0
+        assert terminal.child.wait(240) == 0
 
 
 def test_the_terminal_prints_how_to_leave_before_the_first_prompt(tmp_path):
@@ -151,7 +151,7 @@ def test_quit_and_exit_leave(word, tmp_path):
         terminal.read_until('? ')
         terminal.write(f'{word}\n'.encode())
         assert 'read' not in terminal.read_until('left\r\n')
-        assert terminal.child.wait(60) == 0
+        assert terminal.child.wait(240) == 0
 
 
 def test_help_prints_the_commands_and_a_space_or_punctuation_makes_a_command_a_sentence(tmp_path):
@@ -286,7 +286,7 @@ def test_commands_change_the_answers(command, folder, tmp_path):
         assert [line[1].split()[0] for line in helped] == ['help', 'beam', 'nbest', 'score', 'attn', 'time', 'quit']
         assert len({line.start(2) for line in helped}) == 1, 'the texts begin in one column'
         terminal.write(b'quit\n')
-        assert terminal.child.wait(60) == 0
+        assert terminal.child.wait(240) == 0
 
 
 @pytest.mark.parametrize('name', ['score', 'attn', 'time'])

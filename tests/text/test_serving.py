@@ -313,7 +313,7 @@ def test_each_line_is_answered_before_the_next_one_is_sent_and_ctrl_c_ends_with_
         others = children(child.pid)
         assert len(others) == number - 1
         os.killpg(child.pid, signal.SIGINT)                     # as a terminal does
-        assert child.wait(60) == 130 and child.stdout.read() == b'' and is_quiet(child)
+        assert child.wait(240) == 130 and child.stdout.read() == b'' and is_quiet(child)
         until(lambda: all(map(has_ended, others)))
 
 
@@ -326,7 +326,7 @@ def test_a_reader_that_leaves_after_a_line_ends_it_quietly(number, folder, tmp_p
         others = children(child.pid)
         assert len(others) == number - 1
         child.stdout.close()
-        assert child.wait(120) == 141 and is_quiet(child)
+        assert child.wait(480) == 141 and is_quiet(child)
         until(lambda: all(map(has_ended, others)))
 
 

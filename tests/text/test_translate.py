@@ -47,6 +47,44 @@ def trained(request):
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
+@pytest.fixture
+def one_thread():
+    before = backend.threads()
+    backend.set_threads(1)
+    yield
+    backend.set_threads(before)
+
+
+@pytest.mark.parametrize('how', [{}, {'beam': 3, 'nbest': 2, 'alignments': True}, {'beam': 1, 'max_len': 4}])
+def test_texts_that_arrive_while_others_are_translated_have_the_same_translations(trained, one_thread, how):
+    translator, texts = trained
+    texts = ['', *texts[:20], ' ', texts[0], *texts[20:30], texts[5] * 40]
+    want = translator.translations(texts, **how)
+    settings = {name: value for name, value in how.items() if name != 'alignments'}
+    rng, rest, asked = np.random.default_rng(0), list(texts), []
+
+    def arrived(most):
+        asked.append(most)
+        some = rest[:rng.integers(0 if len(asked) > 1 else 1, 4)][:most]            # none now and then
+        del rest[:len(some)]
+        return some
+    done = []
+    while rest:                                 # it ends if none arrives and none is left
+        asked.clear()
+        first = len(texts) - len(rest)
+        done += [(first + n, found) for some in translator.arriving(arrived, translator.search(**settings), 6,
+                                                                     how.get('alignments', False)) for n, found in some]
+    assert sorted(n for n, _ in done) == [*range(len(texts))] and max(asked) <= 6
+    assert ON_GPU or translator.joins == isinstance(translator.model, Transformer)
+    assert how or not translator.joins or [n for n, _ in done] != [*range(len(texts))]
+    for n, found in done:
+        for one, other in zip(found, want[n], strict=True):
+            assert one._replace(alignment=None, score=0) == other._replace(alignment=None, score=0)
+            assert one.score == other.score if not ON_GPU else abs(one.score - other.score) <= 1e-5
+            assert (one.alignment is None) == (other.alignment is None)
+            assert one.alignment is None or np.allclose(one.alignment, other.alignment, rtol=1e-5, atol=1e-6)
+
+
 def test_a_text_a_list_and_a_generator_have_the_same_translations_in_order(trained):
     translator, texts = trained
     texts = [texts[0], '', *texts[1:], ' \t\N{NO-BREAK SPACE}']
@@ -213,7 +251,7 @@ def test_answers_belong_to_their_questions_in_every_thread(trained):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(480)
     assert failures == [] and not any(thread.is_alive() for thread in threads)
 
 
@@ -324,7 +362,7 @@ def test_other_threads_may_run_ops_and_record_plans_meanwhile(trained):
                     failures.append(f'{n} texts')
     finally:
         done.set()
-        thread.join(60)
+        thread.join(240)
         sys.setswitchinterval(interval)
     assert failures == []
 
@@ -336,7 +374,7 @@ def test_another_thread_can_translate_while_a_stream_is_half_read(trained, monke
     first = next(stream)
     thread = threading.Thread(target=lambda: got.append(translator.translate(texts[0], beam=1)), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(240)
     assert got == [first]
 
 

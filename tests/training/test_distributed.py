@@ -418,7 +418,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_all_ranks(number, tmp_path):
     pids = [wait_for(tmp_path / str(rank)) for rank in (0, 1)]
     time.sleep(0.2)
     os.kill(pids[1], number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode not in (0, None)
     end = time.monotonic() + 60
     while any(map(runs, pids)) and time.monotonic() < end:
@@ -438,7 +438,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_rank_0_saves(tmp_
     while process.poll() is None and not (folder.exists() and any(folder.glob('metrics.jsonl'))):
         time.sleep(0.05)
     os.kill(pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=480)
     assert process.returncode == 128 + signal.SIGTERM, err
     saved, = folder.glob('checkpoint_*')
     assert out.count('checkpoint saved : ') == 1 and f'checkpoint saved : {saved}' in out
@@ -452,7 +452,7 @@ def test_ranks_on_two_instruction_sets_train_the_bits_of_one_with_exact_kernels_
     def train(folder, *isas, exact=('--exact',)):
         commands = [['-n', 1, 'env', f'PYOPS_ISA={isa}', *program, *exact, '-c', tmp_path / folder] for isa in isas]
         process = ranks.start(*commands[0], *(part for command in commands[1:] for part in (':', *command)))
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=480)
         return process.returncode, err
 
     for folder, isas in ('one', ['avx2']), ('two', ['generic', 'avx2']):
@@ -476,7 +476,7 @@ def test_ranks_with_other_flags_or_data_are_refused(flag, values, difference, tm
                '-c', tmp_path / 'checkpoints', flag]
     one, two = (tmp_path / value if flag == '-f' else value for value in values)
     process = ranks.start('-n', 1, *program, one, ':', '-n', 1, *program, two)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     line, = ranks.lines_of(err, 'seq2seq.train')
     host = re.escape(os.uname().nodename)
     assert process.returncode == 2

@@ -601,7 +601,7 @@ def test_two_threads_record_one_after_the_other():
         with plans[1]:
             inside.set()
             fill(other, 1.0)
-            may_leave.wait(60)
+            may_leave.wait(240)
             fill(other, 2.0)
     thread = threading.Thread(target=record)
     with plans[0]:
@@ -610,7 +610,7 @@ def test_two_threads_record_one_after_the_other():
         inside.wait(0.2)                # it never is, since this thread records
         fill(mine, 4.0)
         may_leave.set()
-    thread.join(60)
+    thread.join(240)
     assert [[action.kernel for action in one.actions] for one in plans] == [['fill'] * 2] * 2
     for array in mine, other:
         fill(array, 0.0)
@@ -624,7 +624,7 @@ def test_another_thread_may_run_ops_and_calls_while_a_plan_records():
 
     def function():
         inside.set()
-        may_leave.wait(60)
+        may_leave.wait(240)
         fill(other, 1.0)
 
     def run():
@@ -635,10 +635,10 @@ def test_another_thread_may_run_ops_and_calls_while_a_plan_records():
     with Plan() as recorded:
         fill(mine, 3.0)
         thread.start()
-        assert inside.wait(60)          # of a call in the other thread
+        assert inside.wait(240)          # of a call in the other thread
         fill(mine, 4.0)
         may_leave.set()
-        thread.join(60)
+        thread.join(240)
         fill(mine, 5.0)
     assert [action.kernel for action in recorded.actions] == ['fill'] * 3 and recorded._boundary is None
     assert get(other).tolist() == [1.0] * 8
