@@ -28,7 +28,7 @@ from pyops.network import listen, url_of
 from pyops.text.flags import PROCESSES, add_processes_flag
 
 TOKEN = 'PYOPS_SERVE_TOKEN'
-_PACKAGES = 'starlette', 'uvicorn'
+_PACKAGES = 'starlette', 'uvicorn', 'uvloop'
 _LARGEST_BODY = 1 << 30
 _SHORTEST = 0.05                # seconds of a time limit
 _OTHER_FILES = 64               # that the server may open besides its connections
@@ -159,7 +159,7 @@ def _serve(options: Namespace, token: str | None, about: Any, workers: Any, list
     from pyops.serve.api import Limits
     from pyops.serve.application import Application, Settings
     from pyops.serve.batching import Batcher
-    from pyops.serve.connections import Server, Timing
+    from pyops.serve.connections import Server, Timing, run_loop
     from pyops.serve.metrics import Metrics
     counters = Metrics()
     batcher = Batcher(workers, counters, options.batch_size, options.wait / 1e3, options.queue)
@@ -187,7 +187,7 @@ def _serve(options: Namespace, token: str | None, about: Any, workers: Any, list
               flush=True)
         await server.serve_on(listener)
 
-    asyncio.run(main())
+    run_loop(main())
     if not server.force_exit:
         batcher.close()
     raise Interrupted(caught[0])

@@ -11,17 +11,23 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _PERIOD = 0.1               # seconds between two checks of all connections
 _LARGEST_HEAD = 16384       # bytes
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine, such as serve_on(), in an event loop of uvloop, which takes less time for a request than asyncio's."""
+    uvloop.run(main)
 
 
 class Timing(NamedTuple):
@@ -129,7 +135,7 @@ class Server(uvicorn.Server):
     def __init__(self, application: Any, timing: Timing, report: Report) -> None:
         protocol: Any = partial(Connection, timing=timing, report=report)
         super().__init__(uvicorn.Config(
-            application, loop='asyncio', http=protocol, ws='none', lifespan='off', interface='asgi3', log_config=None,
+            application, loop='none', http=protocol, ws='none', lifespan='off', interface='asgi3', log_config=None,
             log_level='error', access_log=False, proxy_headers=False, server_header=False,
             h11_max_incomplete_event_size=_LARGEST_HEAD, timeout_keep_alive=max(1, round(timing.idle)),
             timeout_graceful_shutdown=max(1, round(timing.shutdown))))

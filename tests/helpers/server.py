@@ -1,5 +1,4 @@
 """A server of translations for tests: in this process, with a model that can be held, or as a command."""
-import asyncio
 import contextlib
 import functools
 import http.client
@@ -21,7 +20,7 @@ import pyops
 from pyops.network import listen
 from pyops.serve.application import Application, Settings
 from pyops.serve.batching import Batcher
-from pyops.serve.connections import Server, Timing
+from pyops.serve.connections import Server, Timing, run_loop
 from pyops.serve.metrics import Metrics
 from pyops.serve.workers import Local
 from pyops.text import embedded
@@ -81,7 +80,7 @@ def running(translator=None, queue=1024, batch_size=64, timing=None, workers=Non
     application = Application(translator.about, batcher, counters, Settings(**{'quiet': True} | settings))
     listener = listen('127.0.0.1', 0)
     server = Server(application, timing or Timing(shutdown=5), application.unread)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve_on(listener)))
+    thread = threading.Thread(target=lambda: run_loop(server.serve_on(listener)))
     thread.start()
     try:
         yield SimpleNamespace(port=listener.getsockname()[1], batcher=batcher, application=application, server=server)

@@ -116,7 +116,7 @@ def test_the_limit_of_open_files_is_raised_for_the_connections_or_named(capsys, 
         '(ulimit -Hn)\n')
 
 
-@pytest.mark.parametrize('package', ['starlette', 'uvicorn'])
+@pytest.mark.parametrize('package', ['starlette', 'uvicorn', 'uvloop'])
 def test_without_its_packages_it_names_the_extra(package, capsys, monkeypatch):
     find_spec = util.find_spec
     monkeypatch.setattr(util, 'find_spec', lambda name: None if name == package else find_spec(name))
@@ -132,7 +132,7 @@ def test_an_address_of_other_machines_without_a_token_is_a_warning(tmp_path):
 
 
 def test_help_does_not_import_the_packages_of_the_server(capsys, monkeypatch):
-    for name in 'starlette', 'uvicorn':
+    for name in 'starlette', 'uvicorn', 'uvloop':
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SystemExit) as exit:
         main(['serve', '--help'])
