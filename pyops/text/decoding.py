@@ -105,28 +105,31 @@ class Decoder:
         """
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
-        B = source.rows.sentences
-        if self._sized.is_usable and (B > 1 or more):
+        if source.rows.sentences == 1 and not more and self._draft and self._draft.is_worthwhile:
+            yield [(0, self._drafted(source))]
+        elif self._sized.is_for(source, more):
             yield from self._together(source, more)
-            return
-        tokens = self._alone(source)
-        yield list(enumerate(tokens.T))
+        else:
+            yield list(enumerate(self._by_size(source).T))
 
-    def _alone(self, source):
+    def _drafted(self, source):
+        """Decode one sentence with the draft.   Return its tokens (n,) int32"""
+        found, state = self._draft.decode(source)
+        steps, tokens = _Steps(self.model, self._predict, state), np.full((self.num_steps, 1), PAD, np.int32)
+        n, is_open = len(found), np.ones(1, bool)
+        tokens[:n, 0] = found
+        while n < self.num_steps and tokens[n - 1] != EOS and not repeats(tokens[:n], is_open)[0]:
+            tokens[n], n = backend.get(steps.step(n, tokens[n - 1])), n + 1
+        return tokens[:n, 0]
+
+    def _by_size(self, source):
         """Decode with steps of one size.   Return tokens (n, B) int32, <pad> after the end"""
         B = source.rows.sentences
         tokens, rows = np.full((self.num_steps, B), PAD, np.int32), np.arange(B, dtype=np.int32)
-        open_, word, parents, sources, first = np.ones(B, bool), _begin(B), None, None, 0
-        if B == 1 and self._draft and self._draft.is_worthwhile:
-            found, state = self._draft.decode(source)
-            first, plans, steps = len(found), None, _Steps(self.model, self._predict, state)
-            tokens[:first, 0], word = found, found[-1:]
-            if first == self.num_steps or word[0] == EOS or repeats(tokens[:first], open_)[0]:
-                return tokens[:first]
-        else:
-            plans = self._plans.get(source)
-            steps = None if plans else _Steps(self.model, self._predict).start(source)
-        for t in range(first, self.num_steps):
+        open_, word, parents, sources = np.ones(B, bool), _begin(B), None, None
+        plans = self._plans.get(source)
+        steps = None if plans else _Steps(self.model, self._predict).start(source)
+        for t in range(self.num_steps):
             if plans:
                 word, state = plans.step(t)
             else:
@@ -252,9 +255,9 @@ def _drops(model, is_open, plans):
 class _PlansBySize:
     """Plans for each size of a source: its numbers of sentences and tokens.   record(source) returns the plans of a size
 
-    They are for one sentence, and for models that cannot use _SizedSteps.  A size is recorded the second time it occurs.  Plans
-    hold the memory of all their steps, so only the most recent sizes are cached, TOKENS tokens in all.  Sources of more than
-    TOKENS tokens, on the CPU of more than LARGEST, are decoded without plans: with so many rows a plan saves little, and
+    They are for models that cannot use _SizedSteps, and for the first sentence.  A size is recorded the second time it occurs.
+    Plans hold the memory of all their steps, so only the most recent sizes are cached, TOKENS tokens in all.  Sources of more
+    than TOKENS tokens, on the CPU of more than LARGEST, are decoded without plans: with so many rows a plan saves little, and
     recording it takes longer than the search.
     """
     TOKENS, LARGEST = 512, 128
@@ -334,8 +337,8 @@ class _Steps:
 
 class _SizedSteps:
     """The same by one plan for all searches, with any numbers of rows, sentences and source tokens: launching the kernels of a
-    step takes 0.5 ms in Python, a replay 0.03 ms.  It needs a model with reserve().  It is for several sentences, also for few:
-    their size seldom occurs again, and recording plans for a size takes longer than a search.
+    step takes 0.5 ms in Python, a replay 0.03 ms.  It needs a model with reserve().  A size seldom occurs again, and recording
+    plans for a size takes longer than a search.
 
     Sentences may be added to a search, so the numbers of tokens of its rows may differ.
 
@@ -347,11 +350,14 @@ class _SizedSteps:
     def __init__(self, model, results, num_steps):
         self._model, self._results, self._num_steps = model, results, num_steps
         self._plan = self._state = None
+        self._is_first = True
 
-    @property
-    def is_usable(self):
-        """Whether the model can be decoded by such a plan."""
-        return hasattr(self._model, 'reserve') and self._model.free_rows and self._num_steps >= self.LEAST
+    def is_for(self, source, more):
+        """Whether it decodes a source.  Not the first sentence alone, which takes less time than to record the plan.   more: a
+        Supply, or None"""
+        is_first, self._is_first = self._is_first, False
+        return (hasattr(self._model, 'reserve') and self._model.free_rows and self._num_steps >= self.LEAST
+                and (source.rows.sentences > 1 or more is not None or not is_first))
 
     def start(self, source, rows, more=None):
         """Encode a source for a search of at most `rows` rows.  Return this object.   more: the Supply of sentences that may be
@@ -538,11 +544,11 @@ class BeamDecoder:
 
         more: a Supply of sentences that join; they continue the numbers of those of the source
         """
-        if self._sized.is_usable and (source.rows.sentences > 1 or more):
+        if self._sized.is_for(source, more):
             return self._together(source, more)
-        return iter([self._alone(source)])
+        return iter([self._by_size(source)])
 
-    def _alone(self, source):
+    def _by_size(self, source):
         """Search with steps of one size."""
         B = source.rows.sentences
         plans = self._plans.get(source)
