@@ -110,7 +110,7 @@ def _translate(translator: Translator, job: Job, receive: Receive, send: Callabl
             done, last = list[tuple[int, list[Translation]]](), time.monotonic()
             for some in translator.arriving(texts, job.search, job.most, job.alignments):
                 done += some
-                if len(active) - len(done) >= _MANY and time.monotonic() < last + _PAUSE:
+                if not done or len(active) - len(done) >= _MANY and time.monotonic() < last + _PAUSE:
                     continue
                 best = [translations[0] for _, translations in done]
                 answers = [(active[order], encoded(translations)) for order, translations in done]

@@ -98,8 +98,8 @@ class Decoder:
         return result
 
     def stream(self, source, more=None):
-        """Yield lists of pairs when sentences have ended: number of the sentence, its tokens (n,) int32, perhaps with <pad>
-        after the end.
+        """Yield after each step the list of sentences that have ended: number, tokens (n,) int32, perhaps with <pad> after the
+        end.
 
         more: a Supply of sentences that join; they continue the numbers of those of the source
         """
@@ -170,7 +170,9 @@ class Decoder:
             lengths, parents = lengths + 1, None
             is_open = (word != EOS) & (lengths < self.num_steps)
             is_open &= ~repeats(tokens[-lengths.max():], is_open)
-            if not is_open.all():
+            if is_open.all():
+                yield []
+            else:
                 yield [(int(ids[r]), tokens[-lengths[r]:, r].copy()) for r in np.flatnonzero(~is_open)]
                 parents, tokens = np.flatnonzero(is_open).astype(np.int32), tokens[:, is_open]
                 lengths, word, ids, slots = (x[is_open] for x in (lengths, word, ids, slots))
@@ -540,7 +542,7 @@ class BeamDecoder:
         return [found[b] for b in range(len(found))]
 
     def stream(self, source, more=None):
-        """Yield lists of pairs when sentences have ended: number of the sentence, list of Hypotheses.
+        """Yield after each step the list of sentences that have ended: number, list of Hypotheses.
 
         more: a Supply of sentences that join; they continue the numbers of those of the source
         """
@@ -589,7 +591,9 @@ class BeamDecoder:
             rows, word, parents, columns = beams.live(rows)
             index, logp = steps.step(beams.lengths[columns], word, parents, slots[columns])
             beams.advance(backend.get(index), backend.get(logp), rows)
-            if not beams.open.all():
+            if beams.open.all():
+                yield []
+            else:
                 yield beams.take_results(beams.ids[~beams.open])
                 slots = slots[beams.open]
                 beams.keep(np.flatnonzero(beams.open))

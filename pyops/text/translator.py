@@ -375,7 +375,8 @@ class Translator:
 
         texts(most) returns those that have arrived, at most so many.  If it returns none, and none is translated, that is the
         end.
-        Yield lists of pairs when translations are complete: number of the text in the order of arrival, as in translations().
+        Yield after each step of the search the list of texts whose translations are complete: number in the order of arrival,
+        result as in translations().
         `texts` must not wait for a text: until the end no other thread can translate.
         """
         arrived = 0
