@@ -211,9 +211,8 @@ extern "C" pyops_status pyops_gather_rows(float *y, const float *x, const int32_
 
 namespace {
 // A thread takes one float of x.
-static __global__ void __launch_bounds__(THREADS)
-    scattered(float *y, const float *x, const int32_t *rows, int64_t N, int64_t n, int64_t C, int64_t ldy, int64_t ldx,
-              FaultRecord *faults) {
+static __global__ void __launch_bounds__(THREADS) scattered(float *y, const float *x, const int32_t *rows, int64_t N, int64_t n,
+                                                            int64_t C, int64_t ldy, int64_t ldx, FaultRecord *faults) {
     for (int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x; i < n; i += gridDim.x * int64_t(THREADS)) {
         const int64_t r = i / C, c = i - r * C;
         if (in_table(rows, r, N, Who::scatter_rows, faults)) y[rows[r] * ldy + c] = x[r * ldx + c];

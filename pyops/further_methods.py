@@ -72,9 +72,11 @@ class FurtherMethods(TorchMethods):
     def sinc(self) -> Self:
         """Return sin(pi x) / (pi x), 1 at 0."""
         where, angle = self._function('where'), self * math.pi
-        is_small = abs(angle) < 0.01                            # there three terms of the series are exact
-        inside, square = where(is_small, 1.0, angle), where(is_small, angle * angle, 0.0)
-        return where(is_small, 1 - square * (1 / 6) * (1 - square * (1 / 20)), inside.sin() / inside)
+        is_small = abs(angle) < 0.5                             # there the gradient of sin(x) / x loses digits
+        inside, square, series = where(is_small, 1.0, angle), where(is_small, angle * angle, 0.0), 1.0
+        for n in (13, 11, 9, 7, 5, 3):                          # 1 - x^2 / 3! + x^4 / 5! ...
+            series = 1 - square * (1 / (n * (n - 1))) * series
+        return where(is_small, series, inside.sin() / inside)
 
     def signbit(self) -> Self:
         """Return the mask of negative elements, with -0.0."""

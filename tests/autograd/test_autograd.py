@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from arrays import close, normal
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import get, on_the_cpu, put, share_memory
 
@@ -785,7 +785,7 @@ STEPS = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=8),
        st.integers(1, 4), st.booleans())
 def test_random_programs_have_the_gradients_of_torch(steps, n, second):

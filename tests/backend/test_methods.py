@@ -5,7 +5,7 @@ import pkgutil
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ON_GPU
 
@@ -636,7 +636,7 @@ def ours(index, make):
     return make(index) if isinstance(index, np.ndarray) and index.ndim else index
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(index=indices(), data=st.data())
 def test_any_index_reads_and_writes_as_in_numpy(index, data):
     x = np.arange(np.prod(SHAPE), dtype='float32').reshape(SHAPE)
