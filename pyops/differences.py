@@ -47,6 +47,12 @@ class Double(np.ndarray):
     def floor(self):
         return np.floor(self)
 
+    def exp(self):
+        return np.exp(self)
+
+    def tanh(self):
+        return np.tanh(self)
+
     def _function(self, name):
         return lambda *args: np.asarray(getattr(np, name)(*args)).view(Double)
 

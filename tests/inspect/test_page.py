@@ -670,7 +670,8 @@ def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser
         shown.until('document.getElementById("count").textContent', '75 tensors')
         assert shown.ask('document.getElementById("status").textContent').startswith('live')
         assert shown.ask('window.marker === true')                                   # the page was not reloaded
-        assert all('ERR_CONNECTION_' in failure for failure in shown.failures), shown.failures
+        # the first server may have ended in the middle of an answer
+        assert all(re.search('ERR_(CONNECTION|CONTENT_LENGTH)_', failure) for failure in shown.failures), shown.failures
     finally:
         server.kill()
         server.wait()

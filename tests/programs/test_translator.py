@@ -300,11 +300,20 @@ def test_the_lines_of_a_transformer_run(tmp_path, capsys):
     assert newest(tmp_path)[0]['step'][0] == 3 * 5
 
 
+def reading(read):
+    """Return a decoder that finds <eos>, and adds the tokens of each sentence to a list."""
+    def stream(source, more):
+        read.extend(ids.tolist() for ids in np.split(source.ids, source.rows.offsets[1:-1]))
+        yield [(b, np.array([EOS])) for b in range(source.rows.sentences)]
+    return SimpleNamespace(stream=stream)
+
+
 def test_the_answers_of_a_transformer(tmp_path, capsys, monkeypatch):
     transformer_train.main(['-e', '1', '-c', str(tmp_path), *SMALL])
     translator = pyops.load(tmp_path)
     vocabulary = translator.target_vocabulary
-    monkeypatch.setattr(Transformer, 'decoding', lambda self, num_steps: lambda source: np.array([[4], [5], [EOS], [PAD]]))
+    decoder = SimpleNamespace(stream=lambda *_: [[(0, np.array([4, 5, EOS, PAD]))]])
+    monkeypatch.setattr(Transformer, 'decoding', lambda self, num_steps: decoder)
     said = vocabulary.decode(np.array([4, 5]))
     assert translator.translate('I sleep.', beam=1) == said
     ((answer,),) = translator.translations(['Zzz i sleep here now with my brother and his father.'], beam=1, scores=False)
@@ -332,10 +341,7 @@ def test_a_sentence_is_read_alike_in_training_in_batches_and_typed(tmp_path, cap
     translator = pyops.load(tmp_path / 'ckpt')
     read = []
 
-    def tokens(source):
-        return [ids.tolist() for ids in np.split(source.ids, source.rows.offsets[1:-1])]
-    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self, num_steps: lambda source: (
-        read.extend(tokens(source)) or np.full((1, source.rows.sentences), EOS)))
+    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self, num_steps: reading(read))
     trained = Pairs.encode(Corpus.load(corpus), translator.source_vocabulary, translator.target_vocabulary, 6).source
     translator.sentences(list(Corpus.load(corpus).sources))
     capsys.readouterr()
@@ -387,13 +393,10 @@ def test_typographic_quotes_are_read_in_the_forms_that_were_trained(tmp_path, mo
     for typed in ('I don’t sleep.', '“I don’t sleep.”', '‘I donʼt sleep.’', '«I don’t sleep.»', '„I don‘t sleep.“'):
         assert translator.translations(typed) == plain
     read = []
-    monkeypatch.setattr(Seq2Seq, 'decoding',
-                        lambda self, num_steps: lambda source: (
-                            read.extend(np.split(source.ids, source.rows.offsets[1:-1]))
-                            or np.full((1, source.rows.sentences), EOS)))
+    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self, num_steps: reading(read))
     translator = pyops.load(tmp_path)
     translator.sentences(['i don’t sleep .', "i don't sleep ."])
-    assert read[0].tolist() == read[1].tolist() and UNK not in read[0]
+    assert read[0] == read[1] and UNK not in read[0]
     monkeypatch.undo()
     assert translator.translations('"I don\'t sleep."')[0].unknown == ('"i', '."')             # plain text is read as ever
 
