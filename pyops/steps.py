@@ -112,7 +112,7 @@ class SizedSteps:
     def plan(self, rows: np.ndarray, sizes: tuple[int, ...] | None = None) -> Plan:
         """Return a plan of a step on these rows alone, recorded but not run; it is valid until the next call.
 
-        sizes: of rows that filled() returned; default: those of the rows
+        sizes: of rows that filled() returned; default: the sizes of the rows
         """
         sizes = tuple(self._sizes(rows)) if sizes is None else sizes
         if self._exact is None or sizes != self._exact_sizes:

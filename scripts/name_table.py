@@ -122,7 +122,7 @@ def missing():
     for name in left:
         if name in REMEDIES:
             known.setdefault(REMEDIES[name], []).append(name)
-    # not listed: names in place of other names listed, and those of sparse, quantized and foreign layouts
+    # not listed: names in place of other names listed, and names of sparse, quantized and foreign layouts
     others = [name for name in left if name not in REMEDIES and not (name.endswith('_') and name[:-1] in theirs)
               and not name.startswith(('is_', 'q_', 'to_', 'sparse', 'set', 'get')) and 'indices' not in name]
     return sorted(known.items(), key=lambda item: item[1]), others

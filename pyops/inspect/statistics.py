@@ -159,7 +159,7 @@ def totals(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | N
 
 
 def _totals_of(blocks: Blocks) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Return the sums and the largest values over all blocks, and those of each block."""
+    """Return the sums and the largest values over all blocks, and of each block."""
     sums, counts, relative = blocks.error_sums()
     total = {name: float(values.max(initial=0) if name in _LARGEST else values.sum()) for name, values in sums.items()}
     return total | counts | {'relative': relative}, sums

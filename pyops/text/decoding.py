@@ -101,7 +101,7 @@ class Decoder:
         """Yield after each step the list of sentences that have ended: number, tokens (n,) int32, perhaps with <pad> after the
         end.
 
-        more: a Supply of sentences that join; they continue the numbers of those of the source
+        more: a Supply of sentences that join; their numbers follow the numbers of the source
         """
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
@@ -544,7 +544,7 @@ class BeamDecoder:
     def stream(self, source, more=None):
         """Yield after each step the list of sentences that have ended: number, list of Hypotheses.
 
-        more: a Supply of sentences that join; they continue the numbers of those of the source
+        more: a Supply of sentences that join; their numbers follow the numbers of the source
         """
         if self._sized.is_for(source, more):
             return self._together(source, more)

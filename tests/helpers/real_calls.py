@@ -38,7 +38,7 @@ class CallBuilt(Built):
 
 
 class CallRow:
-    """A row of the op table with one size, whose values are those of a Call."""
+    """A row of the op table with one size, with the values of a Call."""
 
     def __init__(self, call):
         self.call, self.name = call, f'{type(call.op).__name__}-{call.op.name}'

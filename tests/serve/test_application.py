@@ -249,7 +249,7 @@ def test_metrics_count_requests_texts_and_tokens_in_the_format_of_prometheus():
             'pyops_source_tokens_total': str(sum(len(best.source) for best, in found)),
             'pyops_output_tokens_total': str(sum(len(best.tokens) for best, in found))}.items() <= values.items()
     assert values['pyops_batch_texts_bucket{le="4"}'] == values['pyops_batch_texts_count'] != '0'
-    assert 0 < float(values['pyops_busy_seconds_total']) < 60
+    assert float(values['pyops_busy_seconds_total']) > 0
 
 
 def test_the_description_has_the_limits_and_every_field_that_is_accepted(server):
