@@ -318,15 +318,17 @@ lowered: ## build the library for CPUs without AVX-512 or AMX: AVX-512 compiled 
 
 # The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too, and
 # PyTorch's results, which check definitions; the numbers of the others are compared with references in float64.  AMX
-# has kernels for bf16 and int8 only, and a CPU with AVX512_BF16 uses AVX-512 kernels for all else, so these two need their tests.
+# has kernels for products only, and a CPU with AVX512_BF16 uses AVX-512 kernels for all else, so these two need their tests.
 # Exact kernels have the bits of generic (tests/backend/test_exact.py), so they need the table of ops alone.
 # SKIP_PASSED=FILE leaves out of it the tests that passed in `make test WRITE_PASSED=FILE`.
 HAS = $(if $(X86),$(shell grep -ls $(1) /proc/cpuinfo))
-OTHER_ISAS = generic $(if $(X86),$(if $(call HAS,avx512dq),avx2,avx512))
-OTHER_BF16_ISAS = $(if $(X86),amx_bf16) $(if $(call HAS,avx512_bf16),avx512)
+OTHER_TABLES = generic $(if $(X86),$(if $(call HAS,avx512dq),avx2,avx512))
+OTHER_ISAS = $(OTHER_TABLES) $(if $(X86),$(if $(call HAS,amx_bf16),avx512))
+OTHER_BF16_ISAS = $(if $(X86),$(if $(call HAS,amx_bf16),,amx_bf16)) $(if $(call HAS,avx512_bf16),avx512)
+OF_AMX = bf16 or int8 or gemm or product or linear or gru or lstm or compact
 test-all: cpu .venv/test-ready lint $(if $(X86),lowered) ## run the op table on each instruction set and on the emulated CUDA library, then all tests
 	for isa in $(OTHER_ISAS); do $(PYTEST) --on $$isa $(TABLE) -k 'not torch' || exit 1; done
-	for isa in $(OTHER_BF16_ISAS); do $(PYTEST) --on $$isa $(TABLE) -k '(bf16 or int8) and not torch' || exit 1; done
+	for isa in $(OTHER_BF16_ISAS); do $(PYTEST) --on $$isa $(TABLE) -k '($(OF_AMX)) and not torch' || exit 1; done
 	$(if $(X86),$(PYTEST) --on exact tests/ops/test_table.py tests/backend/test_kernels.py -k 'not (bf16 or torch)')
 	$(MAKE) test-emulated
 	$(PYTEST) --slow $(if $(SKIP_PASSED),--skip-passed=$(SKIP_PASSED)) tests
@@ -346,7 +348,7 @@ test-emulated: .venv/test-ready ## run the tests of ops, arrays and plans on the
 
 # The kernels of the other instruction sets do not run, and sanitizers would make up half of the time to compile them all.
 asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
-	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so NOT_SANITIZED='$(OTHER_ISAS)' \
+	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so NOT_SANITIZED='$(OTHER_TABLES)' \
 	    EXTRA_CFLAGS='-g -O1 -DPYOPS_WITHOUT_EXACT=1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/backend/test_ndarray.py tests/backend/test_chains.py -k 'not torch'

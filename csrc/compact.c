@@ -2,7 +2,7 @@
  *
  * A layer is packed once.  INT8: groups of PYOPS_GROUP rows (kernels/int8_body.inc), which a product with one row of x reads
  * from beginning to end, then for each row the start of its sums, its scale and its bias.  BF16 and FLOAT32: for each
- * PYOPS_COMPACT_COLUMNS rows the packed operand of gemm.c, then the biases.
+ * PYOPS_COMPACT_COLUMNS rows the packed operand of gemm.c, then the biases; FLOAT32 ends with the layout of the operand.
  */
 #include <float.h>
 #include <math.h>
@@ -14,25 +14,28 @@ enum { GROUP = PYOPS_GROUP, CHUNK = PYOPS_COMPACT_COLUMNS };
 _Static_assert(CHUNK % GROUP == 0, "a chunk of columns must be whole groups");
 static const float LEAST = 1e-30f;      /* smaller rows become 0: the factor 127 / LEAST is finite */
 
-typedef struct { int64_t start, scales, bias, total; } layout;      /* panels come first */
-
-/* Floats of a packed row. */
-static int64_t steps_of(int64_t I, int32_t format) {
-    return format == PYOPS_COMPACT_INT8 ? (I + 7) / 8 * 2 : format == PYOPS_COMPACT_BF16 ? (I + 1) / 2 : I;
-}
+typedef struct { int64_t start, scales, bias, is_split, total; } layout;    /* panels come first */
 
 /* The table of a format, whatever the precision is. */
-static const pyops_kernels *table_of(int32_t format) {
-    return format == PYOPS_COMPACT_INT8 ? pyops_active() : format == PYOPS_COMPACT_BF16 ? pyops_in_bf16() : pyops_in_float32();
+static const pyops_kernels *table_of(int64_t O, int64_t I, int32_t format) {
+    if (format == PYOPS_COMPACT_INT8) return pyops_active();
+    return format == PYOPS_COMPACT_BF16 ? pyops_in_bf16() : pyops_for_product(pyops_in_float32(), O, I);
+}
+
+/* Floats of I numbers of a packed row. */
+static int64_t steps_of(const pyops_kernels *k, int64_t I, int32_t format) {
+    return format == PYOPS_COMPACT_INT8 ? (I + 7) / 8 * 2 : pyops_steps(k, I);
 }
 
 static layout lay_out(int64_t O, int64_t I, int32_t format) {
     const int is_int8 = format == PYOPS_COMPACT_INT8;
-    const int64_t rows = pyops_round_up(O, is_int8 ? GROUP : table_of(format)->NR);
-    layout l = {.start = steps_of(I, format) * rows};
+    const pyops_kernels *const k = table_of(O, I, format);
+    const int64_t rows = pyops_round_up(O, is_int8 ? GROUP : k->NR);
+    layout l = {.start = steps_of(k, I, format) * rows};
     l.scales = l.start + (is_int8 ? rows : 0);
     l.bias = l.scales + (is_int8 ? rows : 0);
-    l.total = l.bias + rows;
+    l.is_split = l.bias + rows;
+    l.total = l.is_split + (format == PYOPS_COMPACT_FLOAT32);
     return l;
 }
 
@@ -43,6 +46,13 @@ pyops_status pyops_compact_check(const char *who, int64_t R, int64_t O, int64_t 
                   LL(R), LL(O), LL(I));
     PYOPS_REQUIRE(format != PYOPS_COMPACT_INT8 || I <= PYOPS_LONGEST_INT8, "%s: I=%lld, expected at most %d in int8", who,
                   LL(I), PYOPS_LONGEST_INT8);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_compact_check_layout(const char *who, const float *compact, int64_t O, int64_t I, int32_t format) {
+    PYOPS_REQUIRE(format != PYOPS_COMPACT_FLOAT32 ||
+                      compact[lay_out(O, I, format).is_split] == (float)table_of(O, I, format)->micro.is_split,
+                  "%s: the weight was packed before set_exact changed its layout, expected a weight packed after it", who);
     return PYOPS_OK;
 }
 
@@ -64,7 +74,7 @@ int64_t pyops_compact_weight_work(int64_t O, int64_t I, int32_t format) { return
 
 static void pack_group(const pyops_kernels *k, float *compact, const layout *l, const float *weight, int64_t first, int64_t O,
                        int64_t I, uint8_t *row) {
-    const int64_t quads = steps_of(I, PYOPS_COMPACT_INT8);
+    const int64_t quads = steps_of(k, I, PYOPS_COMPACT_INT8);
     int8_t *const panel = (int8_t *)(compact + first * quads);
     int32_t *const start = (int32_t *)(compact + l->start);
     for (int64_t j = 0; j < GROUP; j++) {
@@ -87,7 +97,9 @@ pyops_status pyops_compact_weight(float *compact, const float *weight, const flo
     const pyops_status status = pyops_compact_check("compact_weight", 0, O, I, format);
     if (status) return status;
     const layout l = lay_out(O, I, format);
-    const int64_t steps = steps_of(I, format), rows = l.total - l.bias;
+    const pyops_kernels *const k = table_of(O, I, format);
+    const int64_t steps = steps_of(k, I, format), rows = l.is_split - l.bias;
+    if (format == PYOPS_COMPACT_FLOAT32) compact[l.is_split] = (float)k->micro.is_split;
     for (int64_t o = 0; o < rows; o++) compact[l.bias + o] = bias && o < O ? bias[o] : 0.0f;
     int failed = 0;
     if (format == PYOPS_COMPACT_INT8) {
@@ -96,7 +108,7 @@ pyops_status pyops_compact_weight(float *compact, const float *weight, const flo
             float *row = pyops_scratch_or_fail((size_t)steps, &failed);
             #pragma omp for schedule(static)
             for (int64_t o = 0; o < O; o += GROUP)
-                if (row) pack_group(pyops_active(), compact, &l, weight, o, O, I, (uint8_t *)row);
+                if (row) pack_group(k, compact, &l, weight, o, O, I, (uint8_t *)row);
         }
         return failed ? pyops_fail(PYOPS_NO_MEMORY, "compact_weight: no memory for a row of %lld bytes", LL(4 * steps))
                       : PYOPS_OK;
@@ -104,7 +116,7 @@ pyops_status pyops_compact_weight(float *compact, const float *weight, const flo
     #pragma omp parallel for schedule(static) if (O * I > PYOPS_SHARE_FLOATS)
     for (int64_t o = 0; o < O; o += CHUNK) {
         const int64_t n = pyops_min(CHUNK, O - o);
-        pyops_pack_b(table_of(format), compact + o * steps, (pyops_view){weight + o * I, 1, I}, I, n, 0, n);
+        pyops_pack_b(k, compact + o * steps, (pyops_view){weight + o * I, 1, I}, I, n, 0, n);
     }
     return PYOPS_OK;
 }
@@ -112,7 +124,7 @@ pyops_status pyops_compact_weight(float *compact, const float *weight, const flo
 /* ---- products ---- */
 /* Floats of a rounded row. */
 static int64_t row_floats(int64_t I) {
-    return pyops_active()->int8_size(steps_of(I, PYOPS_COMPACT_INT8)) / (int64_t)sizeof(float);
+    return pyops_active()->int8_size(steps_of(NULL, I, PYOPS_COMPACT_INT8)) / (int64_t)sizeof(float);
 }
 
 int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format) {
@@ -122,10 +134,10 @@ int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format) {
 pyops_compact pyops_compact_call(const float *compact, const float *x, float *work, int64_t R, int64_t O, int64_t I,
                                  int32_t format) {
     const int64_t row = format == PYOPS_COMPACT_INT8 ? row_floats(I) : 0;
-    return (pyops_compact){.k = table_of(format),
+    return (pyops_compact){.k = table_of(O, I, format),
                            .O = O,
                            .I = I,
-                           .steps = steps_of(I, format),
+                           .steps = steps_of(table_of(O, I, format), I, format),
                            .row = 4 * row,
                            .format = format,
                            .compact = compact,
@@ -191,7 +203,8 @@ int64_t pyops_compact_linear_work(int64_t R, int64_t I, int32_t format) { return
 pyops_status pyops_compact_linear(float *y, const float *x, const float *compact, float *work, int64_t R, int64_t O, int64_t I,
                                   int32_t format, int32_t accumulate, int32_t relu, void *stream) {
     (void)stream;
-    const pyops_status status = pyops_compact_check("compact_linear", R, O, I, format);
+    pyops_status status = pyops_compact_check("compact_linear", R, O, I, format);
+    if (!status) status = pyops_compact_check_layout("compact_linear", compact, O, I, format);
     if (status) return status;
     const pyops_compact c = pyops_compact_call(compact, x, work, R, O, I, format);
     const int is_large = R * O * I > 2 * PYOPS_SHARE_FMAS || O * I > 2 * PYOPS_SHARE_FLOATS;
@@ -231,15 +244,34 @@ pyops_status pyops_compact_linear(float *y, const float *x, const float *compact
 }
 
 /* ---- rows ---- */
+/* bfloat16 in the upper or lower half of the word at p. */
+static float half_of(const float *p, int upper) {
+    uint32_t word;
+    float x;
+    memcpy(&word, p, sizeof word);
+    word = upper ? word & UINT32_C(0xFFFF0000) : word << 16;
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
+
+/* Row i of column j of a split panel, see kernels/amx_bf16.c. */
+static float joined(const float *panel, int64_t i, int64_t j, int64_t NR) {
+    enum { SIDE = PYOPS_SPLIT / 2 };
+    const float *const part = panel + i / PYOPS_SPLIT * 3 * SIDE * NR + j / SIDE * SIDE * SIDE + i % SIDE * SIDE + j % SIDE;
+    const int upper = i % PYOPS_SPLIT >= SIDE;
+    return half_of(part, upper) + (half_of(part + SIDE * NR, upper) + half_of(part + 2 * SIDE * NR, upper));
+}
+
 pyops_status pyops_compact_embedding(float *y, const float *compact, const int32_t *ids, int64_t R, int64_t O, int64_t I,
                                      int32_t format, void *stream) {
     (void)stream;
     pyops_status status = pyops_compact_check("compact_embedding", R, O, I, format);
+    if (!status) status = pyops_compact_check_layout("compact_embedding", compact, O, I, format);
     if (!status) status = pyops_check_ids("compact_embedding", ids, R, O);
     if (status) return status;
     const layout l = lay_out(O, I, format);
-    const int64_t steps = steps_of(I, format), NR = table_of(format)->NR;
-    const int flip = table_of(format)->flip;
+    const pyops_kernels *const k = table_of(O, I, format);
+    const int64_t steps = steps_of(k, I, format), NR = k->NR;
     #pragma omp parallel for schedule(static) if (R * I > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++) {
         const int64_t o = ids[r];
@@ -247,21 +279,16 @@ pyops_status pyops_compact_embedding(float *y, const float *compact, const int32
         if (format == PYOPS_COMPACT_INT8) {
             const int8_t *const panel = (const int8_t *)(compact + o / GROUP * GROUP * steps) + o % GROUP * 4;
             const float scale = compact[l.scales + o];
-            for (int64_t i = 0; i < I; i++) y_r[i] = scale * (float)(int8_t)(panel[i / 4 * GROUP * 4 + i % 4] ^ flip);
+            for (int64_t i = 0; i < I; i++) y_r[i] = scale * (float)(int8_t)(panel[i / 4 * GROUP * 4 + i % 4] ^ k->flip);
             continue;
         }
         const int64_t chunk = o / CHUNK * CHUNK, padded = pyops_round_up(pyops_min(CHUNK, O - chunk), NR), j = o - chunk;
         for (int64_t i = 0; i < I; i++) {
-            const int64_t block = i / PYOPS_KC * PYOPS_KC, length = steps_of(pyops_min(PYOPS_KC, I - block), format);
-            const float *const panel = compact + chunk * steps + steps_of(block, format) * padded + j / NR * NR * length;
-            if (format == PYOPS_COMPACT_FLOAT32) {
-                y_r[i] = panel[(i - block) * NR + j % NR];
-                continue;
-            }
-            uint32_t pair;
-            memcpy(&pair, panel + (i - block) / 2 * NR + j % NR, sizeof pair);
-            pair = i % 2 ? pair & UINT32_C(0xFFFF0000) : pair << 16;
-            memcpy(y_r + i, &pair, sizeof pair);
+            const int64_t block = i / PYOPS_KC * PYOPS_KC, length = steps_of(k, pyops_min(PYOPS_KC, I - block), format);
+            const float *const panel = compact + chunk * steps + steps_of(k, block, format) * padded + j / NR * NR * length;
+            y_r[i] = k->micro.is_split            ? joined(panel, i - block, j % NR, NR)
+                : format == PYOPS_COMPACT_FLOAT32 ? panel[(i - block) * NR + j % NR]
+                                                  : half_of(panel + (i - block) / 2 * NR + j % NR, (int)(i % 2));
         }
     }
     return PYOPS_OK;

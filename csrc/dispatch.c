@@ -65,21 +65,32 @@ static inline int has_avx2_vnni(void) {
 #endif
 }
 
-static pyops_kernels tables[3];                         /* of float32, bfloat16, and float32 with equal bits everywhere */
-enum { FLOAT32, BF16, EXACT };
+/* Of float32, bfloat16, float32 with equal bits everywhere, and float32 for large products with AMX. */
+enum { FLOAT32, BF16, EXACT, SPLIT, TABLES };
+static pyops_kernels tables[TABLES];
 static const char *int8_name;
+
+static void set_micro_kernel(pyops_kernels *table, const pyops_micro_kernel *micro) {
+    table->micro = *micro;
+    if (micro->MR) table->MR = micro->MR, table->MC = micro->MC;
+}
 
 /* exact: a table without fused multiply-adds, or NULL */
 static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16, const pyops_kernels *exact) {
-    for (int i = 0; i < 3; i++) tables[i] = *table;
-    tables[BF16].micro = *bf16;
-    if (bf16->MR) tables[BF16].MR = bf16->MR, tables[BF16].MC = bf16->MC;
+    for (int i = 0; i < TABLES; i++) tables[i] = *table;
+    set_micro_kernel(&tables[BF16], bf16);
+    const int splits = bf16 == &pyops_bf16_amx_bf16 && pyops_float32_amx_bf16.gemm;
+    for (int i = 0; i < TABLES; i++) tables[i].may_split = splits;
+    if (splits) { /* one block of K, so that a packed b fits in L2: L3 would have to deliver it again for every block of rows */
+        set_micro_kernel(&tables[SPLIT], &pyops_float32_amx_bf16);
+        tables[SPLIT].KB = PYOPS_KC, tables[SPLIT].B = 1024 * PYOPS_KC;
+    }
 #if PYOPS_BUGGIFY
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < TABLES; i++) {
         pyops_kernels *const t = &tables[i];
         t->MC = PYOPS_TUNED(table_mc, t->MC, t->MR, t->MC, t->MR);
         t->KB = PYOPS_TUNED(table_kb, t->KB, t->KC, t->KB, t->KC);
-        t->B = PYOPS_TUNED(table_b, t->B, t->KB * 512, t->B, 1);
+        t->B = PYOPS_TUNED(table_b, t->B, pyops_max(t->KB, pyops_steps(t, t->KB)) * 512, t->B, 1);
     }
 #endif
     if (!exact) return;
@@ -152,8 +163,8 @@ static void choose(void) {
     int8_name = tables[0].name;
 #if defined __x86_64__ || defined __i386__
     pyops_int8_kernel *const kernel = extension ? int8_extension(tables[0].name, is_int8 ? requested : NULL, &int8_name) : NULL;
-    const pyops_kernels *const generic = &pyops_kernels_generic;    /* VNNI has the same rows */
-    for (int i = 0; i < 3 && kernel; i++) {
+    const pyops_kernels *const generic = &pyops_kernels_generic; /* VNNI has the same rows */
+    for (int i = 0; i < TABLES && kernel; i++) {
         tables[i].int8_group = tables[i].screen_group = kernel;
         tables[i].coarse = PYOPS_BYTE_ZERO - 1, tables[i].flip = generic->flip;
         tables[i].int8_size = generic->int8_size, tables[i].int8_row = generic->int8_row;
@@ -163,15 +174,23 @@ static void choose(void) {
 
 const char *pyops_int8_isa(void) { return int8_name; }
 const char *pyops_isa(void) { return tables[0].name; }
-const char *pyops_bf16_isa(void) { return tables[1].micro.name; }
+const char *pyops_float32_isa(void) { return tables[FLOAT32].may_split ? tables[SPLIT].micro.name : tables[FLOAT32].name; }
+const char *pyops_bf16_isa(void) { return tables[BF16].micro.name; }
 
-static int32_t current;                                 /* the number of a table */
+static int32_t current; /* the number of a table */
 __attribute__((constructor)) static void init_kernels(void) { choose(); }
 static int32_t current_table(void) { return __atomic_load_n(&current, __ATOMIC_RELAXED); }
 const pyops_kernels *pyops_active(void) { return &tables[current_table()]; }
 
 const pyops_kernels *pyops_in_float32(void) { return &tables[pyops_is_exact() ? EXACT : FLOAT32]; }
 const pyops_kernels *pyops_in_bf16(void) { return &tables[BF16]; }
+
+#define LEAST_SIDE PYOPS_TUNED(split_side, 64, 2, 128, 1)
+#define LEAST_FACTOR PYOPS_TUNED(split_factor, 16384, 1, 1 << 16, 1)
+const pyops_kernels *pyops_for_product(const pyops_kernels *k, int64_t N, int64_t K) {
+    const int splits = k == &tables[FLOAT32] && k->may_split && N >= LEAST_SIDE && K >= LEAST_SIDE && N * K >= LEAST_FACTOR;
+    return splits ? &tables[SPLIT] : k;
+}
 
 pyops_status pyops_set_precision(int32_t wanted) {
     PYOPS_REQUIRE(wanted == 0 || wanted == 2, "set_precision: precision=%d, expected 0 (float32) or 2 (bfloat16) on the CPU",
@@ -204,7 +223,7 @@ pyops_status pyops_set_threads(int32_t threads) {
 
 /* ---- constants of a test build ---- */
 #if PYOPS_BUGGIFY
-static uint64_t mixed(uint64_t x) {                     /* SplitMix64 */
+static uint64_t mixed(uint64_t x) { /* SplitMix64 */
     x = (x ^ x >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
     x = (x ^ x >> 27) * UINT64_C(0x94D049BB133111EB);
     return x ^ x >> 31;
@@ -239,7 +258,7 @@ static float *scratch_of(size_t floats) {
     free(buffer);
     have = 0;
     pthread_setspecific(scratch_key, NULL);
-    const size_t bytes = (floats ? floats : 1) * sizeof(float);         /* of 0 bytes the address may be NULL */
+    const size_t bytes = (floats ? floats : 1) * sizeof(float); /* of 0 bytes the address may be NULL */
     if (posix_memalign(&buffer, 64, bytes)) return NULL;
     if (pthread_setspecific(scratch_key, buffer)) {
         free(buffer);

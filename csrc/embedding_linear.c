@@ -81,8 +81,8 @@ static pyops_range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops
     const int shared = M * N * K > PYOPS_SHARE_FMAS && M / omp_get_num_threads() > PYOPS_FEW_ROWS;
     const pyops_range own = shared ? share_of(M, 1) : (pyops_range){0, omp_get_thread_num() ? 0 : M};
     if (own.from < own.to)
-        pyops_product(k, c + own.from * ldc, ldc, (pyops_view){a.p + own.from * a.row, a.row, a.col}, b, NULL,
-                      own.to - own.from, N, K, flags, scratch);
+        pyops_product(pyops_for_product(k, N, K), c + own.from * ldc, ldc, (pyops_view){a.p + own.from * a.row, a.row, a.col},
+                      b, NULL, own.to - own.from, N, K, flags, scratch);
     return own;
 }
 
@@ -112,9 +112,10 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
         #pragma omp for schedule(static)
         for (int64_t i = 0; i < count; i++) pyops_copy(rows + i * E, table + tokens[i] * E, E);
         if (scratch && n) {
-            pyops_product(k, by_token + j, O, (pyops_view){rows, E, 1}, columns(w_e, j), bias + j, count, n, E, 0, scratch);
+            const pyops_kernels *const k_e = pyops_for_product(k, O, E), *const k_c = pyops_for_product(k, O, C);
+            pyops_product(k_e, by_token + j, O, (pyops_view){rows, E, 1}, columns(w_e, j), bias + j, count, n, E, 0, scratch);
             if (C)
-                pyops_product(k, by_sequence + j, O, (pyops_view){context, C, 1}, columns(w_c, j), NULL, B, n, C, 0, scratch);
+                pyops_product(k_c, by_sequence + j, O, (pyops_view){context, C, 1}, columns(w_c, j), NULL, B, n, C, 0, scratch);
         }
         #pragma omp barrier
         #pragma omp for schedule(static) nowait

@@ -18,11 +18,32 @@ enum { FROM_SUMS = 4, TO_SUMS = 8 };
 /* The largest tile of any instruction set: AMX has several tiles one below the other. */
 enum { MOST_MR = 128, MOST_NR = 32 };
 
+/* The rows of an operand that the next block packs. */
+typedef struct {
+    const float *p;
+    int64_t rows, lines, stride;        /* lines: cache lines of a row */
+} ahead;
+
+/* Rows mc of kc numbers of a that begin at p. */
+static ahead rows_ahead(const float *p, pyops_view a, int64_t mc, int64_t kc) {
+    enum { LINE = 16 };
+    if (a.col == 1) return (ahead){p, mc, (kc + LINE - 1) / LINE, a.row};
+    return a.row == 1 ? (ahead){p, kc, (mc + LINE - 1) / LINE, a.col} : (ahead){0};
+}
+
+/* Let tile number `tile` of `tiles` prefetch its share of them. */
+static void prefetch_share(pyops_tile *t, const ahead *next, int64_t tile, int64_t tiles) {
+    const int64_t share = (next->rows + tiles - 1) / tiles, first = pyops_min(tile * share, next->rows);
+    t->next = next->p + first * next->stride;
+    t->lines = pyops_min(share, next->rows - first) * next->lines;
+    t->run = next->lines, t->far = next->stride;
+}
+
 /* c (mc,nc) = a (mc,kc) x packed b (kc,nc), tile by tile.  `t` holds the fields common to all tiles, with a and b at their
  * start and kc in steps.  Partial sums of unfinished tiles go to `sums`, stored tile after tile to avoid TLB misses and
  * cache-set conflicts.  Tiles at the edge of c go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int is_packed, const float *bias,
-                  int64_t mc, int64_t nc, int flags) {
+                  int64_t mc, int64_t nc, int flags, const ahead *next) {
     const int64_t NR = k->NR, kc = t.K, tiles = (mc + k->MR - 1) / k->MR;
     /* Rows of a tile.  A packed a has panels of MR rows; otherwise tiles are about equally high, because few rows have too few
      * sums to hide the latency of one: 16 rows are 8 and 8, not 14 and 2. */
@@ -51,7 +72,9 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
             t.before = flags & FROM_SUMS ? sums : flags & PYOPS_ADD ? at : NULL;
             t.a = a + i / MR * panel;
             t.rows = pyops_min(MR, mc - i);
-            if (!j && !is_packed) { /* prefetch the next rows of a, which may be far apart */
+            if (k->micro.is_split) {
+                prefetch_share(&t, next, j / NR * tiles + i / MR, (nc + NR - 1) / NR * tiles);
+            } else if (!j && !is_packed) { /* prefetch the next rows of a, which may be far apart */
                 t.next = t.a + panel + (t.a_row == 1 ? MR - 1 : 0);
                 t.far = t.a_row == 1 ? t.a_col : PYOPS_RUN;
                 t.jump = t.a_row == 1 ? 0 : t.a_row - PYOPS_RUN * PYOPS_RUN;
@@ -73,7 +96,11 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
 /* Columns of a block of c whose partial sums are kept. */
 #define SUMS PYOPS_TUNED(gemm_sums, 512, 32, 512, 32)
 
-size_t pyops_product_scratch(const pyops_kernels *k) { return (size_t)(k->B + k->MC * (k->KC + SUMS)); }
+static int64_t scratch_of(const pyops_kernels *k) { return k->B + k->MC * (pyops_max(k->KC, pyops_steps(k, k->KC)) + SUMS); }
+
+size_t pyops_product_scratch(const pyops_kernels *k) {
+    return (size_t)pyops_max(scratch_of(k), scratch_of(pyops_for_product(k, INT32_MAX, INT32_MAX)));
+}
 
 /* K = 0: only the bias remains. */
 static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64_t N, int flags) {
@@ -84,8 +111,8 @@ static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64
         }
 }
 
-/* ---- products that do not repay packing: few rows, which use a packed b only once or twice, and small ones.  With bfloat16
- * all are packed: rounding costs as much as packing. ---- */
+/* ---- products that do not repay packing: few rows, which use a packed b only once or twice, and small ones.  Factors that are
+ * rounded or split are always packed: that costs as much as packing. ---- */
 #define SMALL PYOPS_TUNED(gemm_small, 32768, 0, 1 << 20, 1) /* multiply-adds */
 
 static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
@@ -101,12 +128,13 @@ void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, 
                    int64_t N, int64_t K, int flags, float *scratch) {
     float *packed_b = scratch, *packed_a = scratch + k->B;
     if (!K) return bias_only(c, ldc, bias, M, N, flags);
-    const int in_place = !k->micro.is_bf16;
+    const int in_place = !k->micro.is_bf16 && !k->micro.is_split;
     if (in_place && is_few(a, b, M)) return k->few(c, a.p, b.p, bias, M, N, K, ldc, a.row, b.col, flags);
     if (in_place && !bias && b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL))
         return unpacked(k, c, ldc, a, b, M, N, K, flags);
     /* rows and columns of b packed at a time; for few rows so few that they fit in L2 */
-    const int64_t steps = pyops_min(K, k->KB), most = K > k->KC ? SUMS : k->B / steps / k->NR * k->NR;
+    const int64_t steps = pyops_min(K, k->KB), floats = pyops_max(steps, pyops_steps(k, steps));
+    const int64_t most = K > k->KC ? SUMS : k->B / floats / k->NR * k->NR;
     const int64_t columns = M <= PYOPS_FEW_ROWS ? pyops_min(most, 2 * k->NR) : most;
     for (int64_t jc = 0; jc < N; jc += columns)
         for (int64_t pb = 0; pb < K; pb += steps) {
@@ -130,7 +158,7 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
 /* Whether a is float32 and reading it in place is as fast as reading a packed copy.  Its rows (contiguous along K) must not
  * all map to the same 8-way L1 set. */
 static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
-    if (k->micro.is_bf16 || PYOPS_TUNED(gemm_packs_a, 0, 0, 1, 1)) return 0;
+    if (k->micro.is_bf16 || k->micro.is_split || PYOPS_TUNED(gemm_packs_a, 0, 0, 1, 1)) return 0;
     return a.row == 1 ? k->any_col : a.col == 1 && (k->MR <= 8 || a.row % 1024);
 }
 
@@ -139,7 +167,7 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                           int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch) {
     const int64_t padded = pyops_round_up(N, k->NR);
     const int packs = !is_fast_in_place(k, a);
-    float *packed_a = scratch, *sums = scratch + k->MC * k->KC;
+    float *packed_a = scratch, *sums = scratch + k->MC * pyops_max(k->KC, pyops_steps(k, k->KC));
     if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, flags);
     for (int64_t ic = 0; ic < M; ic += k->MC)
         for (int64_t jc = from; jc < to; jc += (K > k->KC ? SUMS : to - from))
@@ -157,7 +185,13 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                     if (k->micro.a_in_rows || (k->micro.is_bf16 && a.col == 1))
                         t.a_row = length * k->micro.a_step; /* in rows */
                 }
-                block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more);
+                /* the block of a that is packed next, if it is not this one */
+                const int64_t next_pc = pc + kc < K ? pc + kc : 0, next_ic = next_pc ? ic : ic + mc;
+                ahead next = {0};
+                if (next_ic < M)
+                    next = rows_ahead(a.p + next_ic * a.row + next_pc * a.col, a, pyops_min(k->MC, M - next_ic),
+                                      pyops_min(k->KC, K - next_pc));
+                block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more, &next);
             }
 }
 
@@ -174,13 +208,11 @@ static pyops_status no_memory(const pyops_kernels *k) {
     return pyops_fail(PYOPS_NO_MEMORY, "gemm: no memory for %zu packed floats per thread", pyops_product_scratch(k));
 }
 
-pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M, int64_t N,
-                                    int64_t K, int flags) {
-    const pyops_kernels *k = pyops_active();
+static pyops_status threaded(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                             int64_t M, int64_t N, int64_t K, int flags) {
     /* A single column is computed as a row, which reads a unpacked: packing all of it costs more than using it once. */
     if (N == 1 && ldc == 1 && !bias && M > PYOPS_FEW_ROWS && !k->micro.is_bf16)
-        return pyops_product_threaded(c, M, (pyops_view){b.p, b.col, b.row}, (pyops_view){a.p, a.col, a.row}, NULL, 1, M, K,
-                                      flags);
+        return threaded(k, c, M, (pyops_view){b.p, b.col, b.row}, (pyops_view){a.p, a.col, a.row}, NULL, 1, M, K, flags);
     /* by its multiply-adds or, with few rows, by the size of b */
     const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= PYOPS_FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);
     const int64_t threads = is_large ? omp_get_max_threads() : 1;
@@ -203,6 +235,11 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
                       flags, scratch);
     }
     return failed ? no_memory(k) : PYOPS_OK;
+}
+
+pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M, int64_t N,
+                                    int64_t K, int flags) {
+    return threaded(pyops_for_product(pyops_active(), N, K), c, ldc, a, b, bias, M, N, K, flags);
 }
 
 pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N, int64_t K,
@@ -286,7 +323,7 @@ pyops_status pyops_linear_pair_backward(float *dx1, float *dx2, float *dweight1,
 enum { TRANSPOSED = 1024 };     /* floats of such a copy */
 
 static int is_tiny(const pyops_kernels *k, pyops_view b, int64_t M, int64_t N, int64_t K) {
-    return K && !k->micro.is_bf16 && M * N * K <= SMALL && (b.col == 1 || K * N <= TRANSPOSED);
+    return K && !k->micro.is_bf16 && !k->micro.is_split && M * N * K <= SMALL && (b.col == 1 || K * N <= TRANSPOSED);
 }
 
 static void tiny_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, int64_t M, int64_t N,
@@ -319,7 +356,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
         M *= shape[d], products /= shape[d];
     }
     const int flags = accumulate ? PYOPS_ADD : 0;
-    const pyops_kernels *k = pyops_active();
+    const pyops_kernels *const k = pyops_for_product(pyops_active(), N, K);
     /* Threads share each large product if there are few, otherwise the batch: then they wait for each other only once. */
     const int64_t most = omp_get_max_threads();
     const int few = products % most && products < 8 * most;

@@ -83,16 +83,16 @@ pyops_status pyops_gru_forward(float *h, float *gates, float *last, const float 
         if (status) return status;
     }
     /* w_rz contains r and z, or all three gates */
-    const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2 * H : 3 * H, work + l.rz, B);
-    const weight w_n = weight_of((pyops_view){w_hh + 2 * H * H, 1, H}, H, H, work + l.n, B);
+    const weight w_rz = weight_of(k, (pyops_view){w_hh, 1, H}, H, reset_before ? 2 * H : 3 * H, work + l.rz, B);
+    const weight w_n = weight_of(k, (pyops_view){w_hh + 2 * H * H, 1, H}, H, H, work + l.n, B);
     int failed = 0;
     #pragma omp parallel if (p.count * H * H > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed),
               *product = work + l.rows + share.from * 3 * H;
-        pack(k, &w_rz);
-        if (reset_before) pack(k, &w_n);
+        pack(&w_rz);
+        if (reset_before) pack(&w_n);
         #pragma omp barrier
         for (int64_t b = share.from; last && b < share.to; b++) {
             if (length_of(&p, b, T)) continue;
@@ -109,7 +109,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, float *last, const float 
             if (!K) k->fill(state, rows * H, 0.0f);
             else if (!t && !p.whole)
                 for (int64_t i = 0; i < rows; i++) pyops_copy(state + i * H, h0 + sequence[i] * H, H);
-            multiply(k, product, 3 * H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
+            multiply(product, 3 * H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
             if (reset_before) {
                 for (int64_t i = 0; i < rows; i++) {
                     const float *a_i = I ? ours + (at.from + i) * lda : a + index[i] * lda;
@@ -117,7 +117,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, float *last, const float 
                     k->gru_before_1(gates_i, a_i, product_i, h_prev + i * H, H);
                     pyops_copy(product_i, gates_i + 3 * H, H);
                 }
-                multiply(k, product + 2 * H, 3 * H, (pyops_view){product, 3 * H, 1}, &w_n, b_hh + 2 * H, rows, K, 0, scratch);
+                multiply(product + 2 * H, 3 * H, (pyops_view){product, 3 * H, 1}, &w_n, b_hh + 2 * H, rows, K, 0, scratch);
             }
             for (int64_t i = 0, next = 0; i < rows; i++) {
                 const float *a_i = I ? ours + (at.from + i) * lda : a + index[i] * lda, *product_i = product + i * 3 * H;
@@ -154,8 +154,8 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     const int moves_h = !p.whole || h0;                 /* h[t-1] has another layout */
 
     /* pass 1: the gate gradients of all steps, last step first */
-    const weight w_rz = weight_of((pyops_view){w_hh, H, 1}, 2 * H, H, work + l.rz, B);
-    const weight w_n = weight_of((pyops_view){w_hh + 2 * H * H, H, 1}, H, H, work + l.n, B);
+    const weight w_rz = weight_of(k, (pyops_view){w_hh, H, 1}, 2 * H, H, work + l.rz, B);
+    const weight w_n = weight_of(k, (pyops_view){w_hh + 2 * H * H, H, 1}, H, H, work + l.n, B);
     float *zeros = work + l.state + B * H;
     k->fill(zeros, H, 0.0f);
     int failed = 0;
@@ -164,8 +164,8 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         float *carry = work + l.state + share.from * H;   /* the gradient of h[t] */
-        pack(k, &w_rz);
-        pack(k, &w_n);
+        pack(&w_rz);
+        pack(&w_n);
         #pragma omp barrier
         int64_t later = 0;                              /* rows at step t + 1 */
         for (int64_t t = T - 1; t >= 0 && scratch; t--) {
@@ -195,15 +195,15 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             }
             later = rows;
             const pyops_view dn = {ours_t + 2 * H, 4 * H, 1}, du = {ours_t + 3 * H, 4 * H, 1};
-            if (reset_before) multiply(k, ours_t + 3 * H, 4 * H, dn, &w_n, NULL, rows, H, 0, scratch);
-            else if (carry_on) multiply(k, carry, H, du, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
+            if (reset_before) multiply(ours_t + 3 * H, 4 * H, dn, &w_n, NULL, rows, H, 0, scratch);
+            else if (carry_on) multiply(carry, H, du, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
             for (int64_t i = 0; i < rows && reset_before; i++) {
                 const int64_t r = index[i];
                 const float *h_prev = t ? h + (r + p.back) * H : h0 ? h0 + sequence[i] * H : zeros;
                 k->gru_back_reset_before(ours_t + i * 4 * H, carry + i * H, gates + r * 4 * H, h_prev, H);
                 if (!p.whole) pyops_copy(dgates + r * 4 * H, ours_t + i * 4 * H, 4 * H);
             }
-            if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4 * H, 1}, &w_rz, NULL, rows, 2 * H, PYOPS_ADD, scratch);
+            if (carry_on) multiply(carry, H, (pyops_view){ours_t, 4 * H, 1}, &w_rz, NULL, rows, 2 * H, PYOPS_ADD, scratch);
         }
         const int32_t *sequences = p.sequence + positions_at(&p, 0, share).from;
         for (int64_t i = 0; dh0 && i < later; i++) pyops_copy(dh0 + sequences[i] * H, carry + i * H, H);

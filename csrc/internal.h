@@ -265,6 +265,8 @@ typedef struct {
      * floats after every PYOPS_RUN steps. */
     const float *next;
     int64_t far, jump;
+    /* With split factors instead: so many cache lines from `next` on, `run` adjacent ones, then others `far` floats after them. */
+    int64_t lines, run;
 } pyops_tile;
 
 enum { PYOPS_RUN = 16 }; /* cache lines in a row of KC floats */
@@ -273,6 +275,7 @@ enum { PYOPS_RUN = 16 }; /* cache lines in a row of KC floats */
 typedef struct {
     const char *name; /* "avx2" */
     int is_bf16; /* a packed b has pairs of bfloat16 in place of floats; a step along K is a pair */
+    int is_split; /* packed factors have three bfloat16 for each float; a step along K is a pair of such parts */
     int a_step; /* floats of a row of a packed a in a step */
     int a_in_rows; /* a packed a is always in rows, not in panels */
     int64_t MR, MC; /* as in pyops_kernels, or 0: float32's */
@@ -295,22 +298,28 @@ typedef struct {
     int coarse; /* see screen_group */
     int flip; /* for int8_group, 0 or PYOPS_BYTE_ZERO: xor the bytes of weights with it */
     int is_exact; /* the order of every sum must be the same for every instruction set: see pyops_set_exact */
+    int may_split; /* a table that splits factors exists: see pyops_for_product */
     pyops_micro_kernel micro; /* for the current precision */
 #define ROW(result, name, arguments) result(*name) arguments;
     PYOPS_ROWS(ROW)
 #undef ROW
 } pyops_kernels;
 
-/* The tables of float32, and the micro-kernels of bfloat16. */
+/* The tables of float32, and the micro-kernels of bfloat16.  float32 has a further one for AMX. */
 #define KERNEL(isa, table, test) \
     extern const pyops_kernels pyops_kernels_##table; \
     extern const pyops_micro_kernel pyops_bf16_##isa;
 #include "kernels/kernels.inc"
 #undef KERNEL
+extern const pyops_micro_kernel pyops_float32_amx_bf16;
 /* The tables without fused multiply-adds; they have the kernels of PYOPS_FLOAT_ROWS and the micro-kernel alone. */
 extern const pyops_kernels pyops_kernels_exact_avx2, pyops_kernels_exact_avx512;
 const pyops_kernels *pyops_active(void);
 const pyops_kernels *pyops_in_float32(void), *pyops_in_bf16(void); /* the tables of a type, whatever the precision is */
+/* The table for products with a factor b (K,N): k itself or, for a large one in float32 with AMX, the table that splits factors.
+ * It does not depend on the rows of a, so each row of a product has the same bits for any number of rows.  The packed b, tiles and
+ * scratch of the product then belong to this table. */
+const pyops_kernels *pyops_for_product(const pyops_kernels *k, int64_t N, int64_t K);
 
 /* int8_group with the instructions of VNNI or AMX, or NULL if the compiler has none. */
 typedef void pyops_int8_kernel(float *y, const uint8_t *x, int64_t ldx, const float *x_scales, const pyops_int8_group *w,
@@ -455,7 +464,7 @@ enum { PYOPS_REDUCE_COLUMNS = 4096 };
  * A packed A is panels of MR rows of one block of KC columns.  A packed B is panels of NR columns for each block of KC rows.
  * The last panel is padded with zeros.  Only gemm.c packs A.
  * With the precision bf16 each float of a packed B is replaced by a pair of bfloat16, the terms k and k + 1 of a sum, and a
- * packed A has such pairs, or two floats rounded to bfloat16.
+ * packed A has such pairs, or two floats rounded to bfloat16.  With AMX a float32 is split into three bfloat16.
  */
 typedef struct {
     const float *p;
@@ -476,19 +485,27 @@ static inline void pyops_copy(float *to, const float *from, int64_t n) { memcpy(
 
 typedef struct { int64_t from, to; } pyops_range; /* [from, to) */
 
-/* Steps of a micro-kernel along K: floats, or pairs of bfloat16. */
-static inline int64_t pyops_steps(const pyops_kernels *k, int64_t K) { return k->micro.is_bf16 ? (K + 1) / 2 : K; }
+/* Split factors are padded to this many terms of a sum. */
+enum { PYOPS_SPLIT = 32 };
+static inline int64_t pyops_split_steps(int64_t K) { return pyops_round_up(K, PYOPS_SPLIT) / 2 * 3; }
 
-/* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR.  The size is for
- * float32 with any precision, because a plan may be replayed with another precision than it was recorded with. */
-static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) { return K * pyops_round_up(N, k->NR); }
+/* Steps of a micro-kernel along K, of four bytes each: floats, pairs of bfloat16, or pairs of the parts of floats. */
+static inline int64_t pyops_steps(const pyops_kernels *k, int64_t K) {
+    return k->micro.is_split ? pyops_split_steps(K) : k->micro.is_bf16 ? (K + 1) / 2 : K;
+}
+
+/* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR.  The size is the
+ * largest one of any precision, because a plan may be replayed with another precision than it was recorded with. */
+static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) {
+    return (k->may_split ? pyops_split_steps(K) : K) * pyops_round_up(N, k->NR);
+}
 void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to);
 /* The offset of row K, a multiple of KC, in a packed B with N columns. */
 static inline int64_t pyops_packed_b_row(const pyops_kernels *k, int64_t K, int64_t N) {
     return pyops_steps(k, K) * pyops_round_up(N, k->NR);
 }
 
-/* Scratch of pyops_product_* for one thread, in floats. */
+/* Scratch of pyops_product_* for one thread, in floats, with k or with the table for products that belongs to it. */
 size_t pyops_product_scratch(const pyops_kernels *k);
 
 /* One thread: c (M,N) = a (M,K) b (K,N) + bias; flags: PYOPS_ADD, PYOPS_RELU. */
@@ -513,6 +530,7 @@ typedef struct {
 
 enum { PYOPS_COMPACT_COLUMNS = 512 }; /* a range of columns that starts with a multiple of these can be computed alone */
 pyops_status pyops_compact_check(const char *who, int64_t R, int64_t O, int64_t I, int32_t format);
+pyops_status pyops_compact_check_layout(const char *who, const float *compact, int64_t O, int64_t I, int32_t format);
 /* The floats of `work` for R rows. */
 int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format);
 /* A call on x (R,I); round rows [from, to) of x before the columns are computed. */

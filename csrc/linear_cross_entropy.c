@@ -36,7 +36,9 @@ enum { TILES = 42 };
 #define ROWS_BF16 PYOPS_TUNED(linear_cross_entropy_rows_bf16, 256, 1, 512, 1)
 enum { TILES_BF16 = 32 };
 
-static int64_t most_rows(const pyops_kernels *k) { return k->micro.is_bf16 ? ROWS_BF16 : ROWS; }
+static const pyops_kernels *kernels_for(int64_t V, int64_t D) { return pyops_for_product(pyops_active(), V, D); }
+static int is_fast(const pyops_kernels *k) { return k->micro.is_bf16 || k->micro.is_split; }
+static int64_t most_rows(const pyops_kernels *k) { return is_fast(k) ? ROWS_BF16 : ROWS; }
 
 /* The logits of a block are stored in chunks of COLUMNS columns, (ROWS, COLUMNS) each, rows LD apart.  With rows of all V
  * columns every row would be on another page, and with a stride of 2 KiB all rows would map to the same cache sets. */
@@ -77,7 +79,7 @@ static int64_t columns_of_grid(int64_t threads, int64_t most) {
 
 int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients, int32_t is_bf16, int32_t tf32) {
     (void)is_bf16, (void)tf32;
-    return make_layout(pyops_active(), R, D, V, gradients).total;
+    return make_layout(kernels_for(V, D), R, D, V, gradients).total;
 }
 
 pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
@@ -89,10 +91,10 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     const int gradients = dx != NULL, adds = dloss != NULL;
     if (!status) status = pyops_count_valid(valid, "linear_cross_entropy", labels, R, V, ignore);
     if (status) return status;
-    const pyops_kernels *k = pyops_active();
+    const pyops_kernels *k = kernels_for(V, D);
     const layout l = make_layout(k, R, D, V, gradients);
     const int64_t n_valid = valid[0], block = pyops_min(R, most_rows(k)), blocks = (n_valid + block - 1) / pyops_max(1, block);
-    const int64_t tiles = k->micro.is_bf16 ? TILES_BF16 : TILES;
+    const int64_t tiles = is_fast(k) ? TILES_BF16 : TILES;
     /* rows of each block but the last: whole tiles of any instruction set, if that makes no block too high */
     const int64_t even = blocks ? (n_valid + blocks - 1) / blocks : 0, height = pyops_min(pyops_round_up(even, tiles), block);
 
@@ -112,7 +114,9 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     float *const maxima = work + l.maxima, *const factors = work + l.factors;
     const float scale = n_valid ? (adds ? dloss[0] : 1.0f) / (float)n_valid : 0.0f;
     /* (D,COLUMNS) or (COLUMNS,D) */
-    const size_t part_size = l.ahead ? 0 : (size_t)(pyops_round_up(D, k->NR) * pyops_round_up(COLUMNS, k->NR));
+    const size_t part_size = l.ahead
+        ? 0
+        : (size_t)pyops_max(pyops_packed_b_size(k, D, COLUMNS), pyops_packed_b_size(k, COLUMNS, D));
     double sum = 0.0;
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS)

@@ -50,6 +50,7 @@ typedef enum {
 PYOPS_API int32_t      pyops_abi_version(void);
 PYOPS_API const char  *pyops_last_error(void);    /* of the calling thread; "" if nothing has failed yet */
 PYOPS_API const char  *pyops_isa(void);           /* the kernels in use: "generic", "avx2", "avx512" */
+PYOPS_API const char  *pyops_float32_isa(void);   /* of large products in float32: the same or "amx_bf16" */
 PYOPS_API const char  *pyops_bf16_isa(void);      /* of products in bfloat16: the same, "avx512_bf16" or "amx_bf16" */
 PYOPS_API const char  *pyops_int8_isa(void);      /* of products in int8: the same, "avx2_vnni", "avx512_vnni" or "amx_int8" */
 PYOPS_API const char  *pyops_gemm_tile(void);     /* their matrix micro-kernel: "4x8", "6x16", "14x32" */
@@ -956,7 +957,8 @@ PYOPS_API int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_
  * likewise in each call.  y = float(sum of q_x q_w) (s_x s_w) + bias, rounded after each operation.  The sum is exact, so the
  * bits do not depend on the instruction set.  A row with NaN or infinity gives NaN; one without |w| >= 1e-30 gives 0.
  * BF16: weight and x are rounded to bfloat16, to nearest, ties to even; sums are float32.
- * FLOAT32: nothing is rounded.  pyops_gemm returns the same bits, but packs the weight in each call.
+ * FLOAT32: nothing is rounded.  pyops_gemm returns the same bits, but packs the weight in each call; with AMX it returns other
+ * bits for at most 8 rows.  The layout of `compact` depends on pyops_set_exact.
  * x (R,I)   weight (O,I)   bias (O)   y (R,O)   ids (R) int32 in [0,O)   compact_embedding: y (R,I)
  * compact_topk: index, logp (R,k), 1 <= k <= PYOPS_TOPK, k <= O   INT8: I <= 131072
  */

@@ -9,24 +9,27 @@ typedef struct {
     pyops_view at;
     int64_t K, N;
     float *packed;
+    const pyops_kernels *k;                             /* of its products */
 } weight;
 
-static inline weight weight_of(pyops_view at, int64_t K, int64_t N, float *packed, int64_t B) {
-    return (weight){at, K, N, B > PYOPS_FEW_ROWS ? packed : NULL};
+static inline weight weight_of(const pyops_kernels *k, pyops_view at, int64_t K, int64_t N, float *packed, int64_t B) {
+    k = pyops_for_product(k, N, K);
+    return (weight){at, K, N, B > PYOPS_FEW_ROWS || k->micro.is_split ? packed : NULL, k};
 }
 
 /* Every thread packs a part; the packed weight may be used after a barrier. */
-static inline void pack(const pyops_kernels *k, const weight *w) {
+static inline void pack(const weight *w) {
     if (!w->packed) return;
     #pragma omp for schedule(static) nowait
-    for (int64_t j = 0; j < w->N; j += k->NR) pyops_pack_b(k, w->packed, w->at, w->K, w->N, j, pyops_min(j + k->NR, w->N));
+    for (int64_t j = 0; j < w->N; j += w->k->NR)
+        pyops_pack_b(w->k, w->packed, w->at, w->K, w->N, j, pyops_min(j + w->k->NR, w->N));
 }
 
 /* c (M,N) = a w + bias; K is the K of w, or 0 if a is zeros, which leaves only the bias */
-static inline void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const weight *w, const float *bias,
-                            int64_t M, int64_t K, int flags, float *scratch) {
-    if (w->packed) pyops_product_packed(k, c, ldc, a, w->packed, bias, M, w->N, K, 0, w->N, flags, scratch);
-    else pyops_product(k, c, ldc, a, w->at, bias, M, w->N, K, flags, scratch);
+static inline void multiply(float *c, int64_t ldc, pyops_view a, const weight *w, const float *bias, int64_t M, int64_t K,
+                            int flags, float *scratch) {
+    if (w->packed) pyops_product_packed(w->k, c, ldc, a, w->packed, bias, M, w->N, K, 0, w->N, flags, scratch);
+    else pyops_product(w->k, c, ldc, a, w->at, bias, M, w->N, K, flags, scratch);
 }
 
 /* ---- positions (b,t) with t less than the length of sequence b, in the order of t, then b ---- */

@@ -74,13 +74,13 @@ pyops_status pyops_rnn_forward(float *y, float *gates, const float *x, const flo
     }
     status = pyops_product_threaded(a, GH, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, bias, rows_in, GH, I, 0);
     if (status) return status;
-    const weight w = weight_of((pyops_view){w_hh, 1, H}, H, GH, work, B);
+    const weight w = weight_of(k, (pyops_view){w_hh, 1, H}, H, GH, work, B);
     int failed = 0;
     #pragma omp parallel if (p.count * H * GH > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed), *state = work + l.state + share.from * H;
-        pack(k, &w);
+        pack(&w);
         #pragma omp barrier
         for (int64_t t = 0; t < T && scratch; t++) {
             const pyops_range at = positions_at(&p, t, share);
@@ -90,7 +90,7 @@ pyops_status pyops_rnn_forward(float *y, float *gates, const float *x, const flo
             const float *h_prev = !p.whole ? state : (t ? y + (t - 1) * B * H : h0) + (t || h0 ? share.from * H : 0);
             for (int64_t i = 0; !p.whole && !t && h0 && i < rows; i++) pyops_copy(state + i * H, h0 + sequence[i] * H, H);
             float *a_t = a + at.from * GH;
-            if (t || h0) multiply(k, a_t, GH, (pyops_view){h_prev, H, 1}, &w, NULL, rows, H, PYOPS_ADD, scratch);
+            if (t || h0) multiply(a_t, GH, (pyops_view){h_prev, H, 1}, &w, NULL, rows, H, PYOPS_ADD, scratch);
             for (int64_t i = 0, next = 0; i < rows; i++) {
                 const int64_t r = index[i];
                 const float *c_prev = t ? c + (r - B) * H : c0 ? c0 + sequence[i] * H : zeros;
@@ -129,14 +129,14 @@ pyops_status pyops_rnn_backward(float *dx, float *dh0, float *dc0, float *dw_ih,
     k->fill(zeros, H, 0.0f);
 
     /* pass 1: the gradients of a of all steps, last step first */
-    const weight w = weight_of((pyops_view){w_hh, H, 1}, GH, H, work, B);
+    const weight w = weight_of(k, (pyops_view){w_hh, H, 1}, GH, H, work, B);
     int failed = 0;
     #pragma omp parallel if (p.count * H * GH > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         float *dh = work + l.state + share.from * H, *dc = work + l.cells;     /* dc has a row for each sequence */
-        pack(k, &w);
+        pack(&w);
         #pragma omp barrier
         k->fill(dc + share.from * H, (share.to - share.from) * H, 0.0f);
         int64_t later = 0;                              /* rows at step t + 1 */
@@ -164,7 +164,7 @@ pyops_status pyops_rnn_backward(float *dx, float *dh0, float *dc0, float *dw_ih,
                 pyops_copy(dgates + r * GH, d, GH);
             }
             later = rows;
-            if (t || dh0) multiply(k, dh, H, (pyops_view){ours + at.from * GH, GH, 1}, &w, NULL, rows, GH, 0, scratch);
+            if (t || dh0) multiply(dh, H, (pyops_view){ours + at.from * GH, GH, 1}, &w, NULL, rows, GH, 0, scratch);
         }
         const int32_t *sequences = p.sequence + positions_at(&p, 0, share).from;
         for (int64_t i = 0; dh0 && i < later; i++) pyops_copy(dh0 + sequences[i] * H, dh + i * H, H);

@@ -97,9 +97,10 @@ typedef struct {
 } factors;
 
 static int64_t packed_size(const factors *f) { return f->compact ? 0 : pyops_packed_b_size(f->kernels, f->D, COLUMNS); }
+static int is_packed(const factors *f) { return !f->compact && (f->R > PYOPS_FEW_ROWS || f->kernels->micro.is_split); }
 
 /* z (rows,n), rows COLUMNS apart: logits of the rows from `first` on and the columns from v on.  weight_packed: of these
- * columns, if there are more than PYOPS_FEW_ROWS rows in all. */
+ * columns, if is_packed(f). */
 static void logits(const factors *f, float *z, const float *weight_packed, int64_t first, int64_t rows, int64_t v, int64_t n,
                    float *scratch) {
     if (f->compact) {
@@ -107,7 +108,7 @@ static void logits(const factors *f, float *z, const float *weight_packed, int64
         return;
     }
     const pyops_view x = {f->x + first * f->D, f->D, 1}, w = {f->weight + v * f->D, 1, f->D};
-    if (f->R > PYOPS_FEW_ROWS)
+    if (is_packed(f))
         pyops_product_packed(f->kernels, z, COLUMNS, x, weight_packed, f->bias + v, rows, n, f->D, 0, n, 0, scratch);
     else pyops_product(f->kernels, z, COLUMNS, x, w, f->bias + v, rows, n, f->D, 0, scratch);
 }
@@ -131,7 +132,7 @@ static pyops_status topk(const char *who, int32_t *index, float *logp, float *wo
         #pragma omp for schedule(static) nowait
         for (int64_t v = 0; v < V; v += COLUMNS) {
             const int64_t n = pyops_min(COLUMNS, V - v);
-            if (scratch && packed && R > PYOPS_FEW_ROWS)
+            if (scratch && is_packed(f))
                 pyops_pack_b(kernels, weight_packed, (pyops_view){f->weight + v * f->D, 1, f->D}, f->D, n, 0, n);
             for (int64_t first = 0; first < R && scratch; first += ROWS) {
                 const int64_t rows = pyops_min(ROWS, R - first);
@@ -161,7 +162,8 @@ pyops_status pyops_linear_topk(int32_t *index, float *logp, const float *x, cons
     const pyops_status status = check_topk("linear_topk", R, V, k);
     if (status) return status;
     PYOPS_REQUIRE(D >= 0, "linear_topk: D=%lld, expected at least 0", LL(D));
-    const factors f = {.kernels = pyops_active(), .x = x, .weight = weight, .bias = bias, .R = R, .D = D, .V = V};
+    const factors f = {
+        .kernels = pyops_for_product(pyops_active(), V, D), .x = x, .weight = weight, .bias = bias, .R = R, .D = D, .V = V};
     return topk("linear_topk", index, logp, work, &f, k);
 }
 
@@ -175,6 +177,7 @@ pyops_status pyops_compact_topk(int32_t *index, float *logp, const float *x, con
     (void)stream;
     pyops_status status = pyops_compact_check("compact_topk", R, O, I, format);
     if (!status) status = check_topk("compact_topk", R, O, k);
+    if (!status) status = pyops_compact_check_layout("compact_topk", compact, O, I, format);
     if (status) return status;
     const pyops_compact call = pyops_compact_call(compact, x, work, R, O, I, format);
     pyops_compact_round(&call, 0, R);

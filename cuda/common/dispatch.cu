@@ -12,6 +12,7 @@ extern "C" {
 const char *pyops_last_error(void) { return last_error; }
 int32_t pyops_abi_version(void) { return PYOPS_ABI_VERSION; }
 const char *pyops_isa(void) { return "cuda"; }
+const char *pyops_float32_isa(void) { return "cuda"; }
 const char *pyops_bf16_isa(void) { return "cuda"; }
 int32_t pyops_is_exact(void) { return 0; }
 pyops_status pyops_set_exact(int32_t exact) {

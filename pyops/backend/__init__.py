@@ -340,6 +340,12 @@ def isa():
     return ffi.string(lib.pyops_isa()).decode()
 
 
+def float32_isa():
+    """Return the instruction set of large products in float32: the same as `isa` or 'amx_bf16' (docs/linear.md)."""
+    ffi, lib, _ = library.cpu()
+    return ffi.string(lib.pyops_float32_isa()).decode()
+
+
 def bf16_isa():
     """Return the instruction set of products in bfloat16: the same as `isa`, 'avx512_bf16' or 'amx_bf16'."""
     ffi, lib, _ = library.cpu()

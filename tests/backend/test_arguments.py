@@ -322,6 +322,8 @@ REFUSED = [
     *((kernel, {name: 3, 'k': 4}, 'k=4, expected 1 to 3') for kernel, name in (('log_softmax_topk', 'C'), ('linear_topk', 'V'),
                                                                               ('compact_topk', 'O'))),
     *outside('compact_embedding', 'ids', 3, {'R': 2, 'O': 4}),
+    *((kernel, {'format': 2, 'compact': [2.0] * 99}, 'the weight was packed before set_exact changed its layout, expected a '
+       'weight packed after it') for kernel in ('compact_linear', 'compact_embedding', 'compact_topk')),
     *(row for kernel in ('mlp_gradients', 'mlp_step') for row in (
         *outside(kernel, 'rows', 4, {'N': 5, 'B': 2}),
         *((kernel, {'N': 5, 'C': 4, 'rows': [2], 'labels': [9, 9, bad]}, f'labels[2]={bad}, expected 0 to 3')

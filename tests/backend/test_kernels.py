@@ -183,12 +183,44 @@ def test_a_row_of_a_product_has_the_same_bits_for_any_number_of_rows(N, K, preci
             assert np.array_equal(product(slice(5, 5 + M)), whole[5:5 + M]), (M, given is not None, relu, accumulate)
 
 
-def test_gemm_passes_nan_and_infinity_on():
-    a, b = np.ones((9, 20), np.float32), np.ones((20, 33), np.float32)
+@pytest.mark.parametrize('M, N, K', [(9, 33, 20), (9, 133, 300)])        # the factors of the second one are split with AMX
+def test_gemm_passes_nan_and_infinity_on(M, N, K):
+    a, b = np.ones((M, K), np.float32), np.ones((K, N), np.float32)
     a[4, 7], b[3, 30] = np.nan, np.inf
-    c = np.empty((9, 33), np.float32)
+    c = np.empty((M, N), np.float32)
     gemm(c, a, b)
     assert np.isnan(c[4]).all() and np.isfinite(np.delete(c, 4, 0)[:, :30]).all() and np.isinf(np.delete(c, 4, 0)[:, 30]).all()
+
+
+HUGE = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize('a_value, b_value, product', [
+    (np.inf, np.inf, np.inf), (-np.inf, 1.3, -np.inf), (np.inf, -np.inf, -np.inf), (0, np.inf, np.nan), (1.7, np.nan, np.nan),
+    (HUGE, 0.9, HUGE * 0.9), (-HUGE, 1.1, -np.inf), (0.7, HUGE, HUGE * 0.7), (1e-30, 1e-5, 1e-35), (1e-37, 1e30, 1e-7),
+    (1.00000012, 16777215, 16777217)])
+def test_a_large_product_of_extreme_numbers(a_value, b_value, product):
+    """Factors and products below 2^-102 have fewer bits with AMX (docs/linear.md)."""
+    M, N, K = 20, 128, 160
+    a, b, c = np.zeros((M, K), np.float32), np.zeros((K, N), np.float32), np.empty((M, N), np.float32)
+    a[:, 71], b[71] = a_value, b_value
+    gemm(c, a, b)
+    few = backend.float32_isa() == 'amx_bf16' and (abs(a_value) < 2**-102 or abs(product) < 2**-102)
+    assert np.allclose(c, np.float32(product), rtol=2.0**-8 if few else 2.0**-23, atol=0, equal_nan=True), c[0, 0]
+
+
+@pytest.mark.parametrize('M, N, K', [(37, 96, 300), (130, 257, 513), (64, 1024, 1000)])
+def test_a_large_product_has_the_errors_of_float32(M, N, K):
+    """Errors of the terms and roundings of sums have any sign, so their mean is less than half a unit of the sum of magnitudes;
+    the same is true of numpy's product."""
+    rng = np.random.default_rng(5)
+    a, b = rng.standard_normal((M, K)).astype('f'), rng.standard_normal((K, N)).astype('f')
+    magnitudes, exact = np.abs(a).astype('d') @ np.abs(b), a.astype('d') @ b
+    c = np.empty((M, N), np.float32)
+    gemm(c, a, b)
+    for found in (c, a @ b):
+        error = np.abs(found - exact) / magnitudes * 2**24
+        assert error.mean() <= 0.5 and error.max() <= 8
 
 
 @pytest.mark.parametrize('K', (256, 257, 511, 512, 513, 769))
@@ -1359,6 +1391,7 @@ def test_the_requested_kernels_run():
     want = os.environ.get('PYOPS_ISA')
     if want:
         assert want in (backend.isa(), backend.bf16_isa())
+    assert backend.float32_isa() == ('amx_bf16' if backend.bf16_isa() == 'amx_bf16' else backend.isa())
     best = next(isa for isa in ('avx512', 'avx2', 'generic') if cpu_has(isa))
     if not want and not os.environ.get('PYOPS_LIBRARY'):
         assert backend.isa() == best

@@ -578,7 +578,7 @@ class ConcatContextRow:
 
 
 class GRURow:
-    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 96))         # T, B, I, H
     large = (9, 251, 40, 64)
 
     def __init__(self, reset_before, with_h0, with_lengths=False):
@@ -624,7 +624,7 @@ class GRURow:
 
 class RecurrentRow:
     """LSTM and RNN.  settings: of RNN."""
-    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 96))         # T, B, I, H
     large = (9, 251, 40, 64)
 
     def __init__(self, op, with_states=True, with_lengths=False, bias=True, **settings):
@@ -663,7 +663,7 @@ class RecurrentRow:
 
 class EmbeddingGRURow:
     """False for context, with_h0 or with_lengths omits that argument."""
-    sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 24, 16, 64),
+    sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 72, 70, 80),
              (4, 13, 700, 8, 5, 33))                                                             # T, B, V, E, C, H
     large = (9, 251, 2000, 64, 16, 48)      # enough different tokens for products on several threads
 
@@ -923,7 +923,7 @@ class LargeCrossEntropyRow(CrossEntropyRow):
 
 class LinearCrossEntropyRow:
     name, smoothing = 'linear_cross_entropy', 0.0
-    sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100))     # T, B, D, V
+    sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100), (6, 70, 66, 600))     # T, B, D, V
     large = (7, 75, 17, 1100)
 
     def build(self, size, rng):

@@ -148,6 +148,25 @@ def test_packed_float32_ignores_the_precision_of_products():
         backend.HOST.precision = 'fp32'
 
 
+@pytest.mark.skipif(backend.HOST.exact, reason='exact kernels are in use: run without PYOPS_EXACT')
+def test_a_weight_packed_in_float32_is_refused_by_kernels_with_another_layout():
+    """With AMX the layout of exact kernels differs; elsewhere it is the same."""
+    weight, x = normal(130, 140), normal(3, 140, seed=1)
+    layer = packed(weight, None, 'float32')
+    try:
+        backend.HOST.exact = True
+    except ValueError as error:
+        pytest.skip(f'{error}: run on x86-64 with a library that has exact kernels')
+    try:
+        if backend.float32_isa() == 'amx_bf16':
+            with pytest.raises(ValueError, match='compact_linear: the weight was packed before set_exact changed its layout'):
+                layer.linear(x, 'y')
+            layer = packed(weight, None, 'float32')
+        assert np.allclose(layer.linear(x, 'y'), x @ weight.T, rtol=1e-5, atol=1e-5)
+    finally:
+        backend.HOST.exact = False
+
+
 @pytest.mark.parametrize('format', FORMATS)
 def test_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(format):
     x, weight = normal(150, 300), normal(1300, 300, seed=1)
