@@ -169,7 +169,7 @@ static void pack_windows(const pyops_kernels *k, float *packed, float *rows, con
     for (int64_t pc = 0; pc < K; pc += k->KC) {
         const int64_t kc = pyops_min(k->KC, K - pc);
         float *const to = packed + pyops_steps(k, pc) * padded;
-        if (k->micro.is_bf16) {
+        if (k->micro.is_bf16 || k->micro.is_split) {
             k->windows(rows, padded, w, c, q, padded, from + pc, from + pc + kc);
             k->micro.pack_b(to, rows, 1, padded, n, kc);
         } else {
@@ -380,7 +380,7 @@ static pyops_status correlate_planes(const char *who, planes dst, const float *f
  * windows, for which `phases` has room. */
 static pyops_status correlate(const char *who, planes dst, const float *filters, const float *bias, const pyops_windows *w,
                               const unsplit *u, float *phases, int64_t M, int64_t C, int64_t groups, float *spare) {
-    const pyops_kernels *k = pyops_active();
+    const pyops_kernels *k = pyops_active();            /* for products of windows another table, below */
     const int64_t K = C * w->T, area = w->grid_h * w->grid_w, N = w->columns / area, threads = omp_get_max_threads();
     if (is_narrow(N, w->grid_w) && K && !k->micro.is_bf16) {
         float *const source = (float *)(taps_in(spare) + w->T), *const results = source + spread_size(N, w->image);
@@ -399,6 +399,7 @@ static pyops_status correlate(const char *who, planes dst, const float *filters,
         return correlate_planes(who, dst, filters, bias, w, u, &blocks_of_planes, M, C, groups);
     const pyops_windows of_phases = u ? split(phases, w, u) : *w;
     w = &of_phases;
+    k = pyops_for_product(k, M, K);             /* not by the columns of a block, so that an image alone has the same bits */
     const int64_t steps = pyops_max(pyops_min(K, k->KB), 1);
     const int64_t most = pyops_min(512, pyops_max(PACKED / steps / k->NR, 2) * k->NR);
     /* blocks of columns within an image write to dst directly, unless much of their last panel would be empty */
@@ -754,8 +755,8 @@ static pyops_status add_planes(float *partial, int64_t parts, const float *dy, c
 /* partial (parts,O,K) = sums of dy x windows in parts of the columns, by products. */
 static pyops_status add_all_windows(float *partial, int64_t parts, const float *dy, const pyops_windows *w,
                                     const pyops_conv2d *s) {
-    const pyops_kernels *k = pyops_active();
     const int64_t C = s->C / s->groups, M = s->O / s->groups, K = C * w->T, area = s->Ho * s->Wo, groups = s->groups;
+    const pyops_kernels *const k = pyops_for_product(pyops_active(), M, BLOCK);
     const pyops_tap here = {0, 0, 0};
     const pyops_windows of_dy = {.source = dy,
                                  .size = s->N * s->O * area,
