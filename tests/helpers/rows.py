@@ -320,8 +320,8 @@ class Conv2dRow:
 
 
 class WideConv2dRow(Conv2dRow):
-    """Sums of more terms than a block of a product has, more columns than a block of windows, filters for a few rows, and so many
-    channels that AMX splits the factors."""
+    """Sums of more terms than a block of a product has, more columns than a block of windows, filters for a few rows, and
+    enough channels for AMX to split the factors."""
     sizes = ((1, 90, 12, 11, 40, 2, 2), (2, 3, 33, 32, 40, 3, 3), (3, 40, 2, 1, 5, 5, 5), (1, 3, 40, 41, 3, 9, 9),
              (2, 70, 6, 7, 70, 3, 3))
 
