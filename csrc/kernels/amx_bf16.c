@@ -6,7 +6,7 @@
  * a is in tiles of 16 rows and 16 pairs, which are contiguous; b is in panels as for AVX512_BF16 or, for float32, in tiles.
  *
  * A float32 is the sum of three bfloat16, x = x1 + x2 + x3, since its 24 bits are three times 8.  Six of the nine products of
- * such parts are added: a1 b1, a1 b2, a2 b1, a2 b2, a1 b3, a3 b1.  The others are less than 2^-22 of |a b|, have any sign, and
+ * such parts are added: a1 b1, a1 b2, a2 b1, a2 b2, a1 b3, a3 b1.  The others are at most 2^-21 of |a b|, have any sign, and
  * change a sum less than its roundings do (Henry, Tang and Heinecke 2019, arXiv:1904.06376).  So a product has the errors of
  * float32 but takes six bfloat16 products, which AMX computes in 0.4 of the time of the multiply-adds of AVX-512.  AMX takes
  * subnormal factors and products for 0, so factors and products below 2^-102 lose bits.
