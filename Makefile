@@ -324,7 +324,7 @@ lowered: ## build the library for CPUs without AVX-512 or AMX: AVX-512 compiled 
 HAS = $(if $(X86),$(shell grep -ls $(1) /proc/cpuinfo))
 OTHER_TABLES = generic $(if $(X86),$(if $(call HAS,avx512dq),avx2,avx512))
 OTHER_ISAS = $(OTHER_TABLES) $(if $(X86),$(if $(call HAS,amx_bf16),avx512))
-OTHER_BF16_ISAS = $(if $(X86),$(if $(call HAS,amx_bf16),,amx_bf16)) $(if $(call HAS,avx512_bf16),avx512)
+OTHER_BF16_ISAS = $(if $(X86),$(if $(call HAS,amx_bf16),,amx_bf16 $(if $(call HAS,avx512_bf16),avx512)))
 OF_AMX = bf16 or int8 or gemm or product or linear or gru or lstm or compact
 test-all: cpu .venv/test-ready lint $(if $(X86),lowered) ## run the op table on each instruction set and on the emulated CUDA library, then all tests
 	for isa in $(OTHER_ISAS); do $(PYTEST) --on $$isa $(TABLE) -k 'not torch' || exit 1; done

@@ -316,7 +316,7 @@ def main(argv=None):
     if args.json:
         print(json.dumps(told))
     else:
-        print(f'{args.sentences} sentences, {about}; {threads} threads, {backend.isa()}')
+        print(f'{args.sentences} sentences, {about}; {threads} threads, {backend.float32_isa()}')
         for beam, some in figures.items():
             print_table(beam, some, args.sentences)
     for line in wrong:

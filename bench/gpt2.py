@@ -134,7 +134,7 @@ def main(argv=None):
     else:
         tokens = args.batch_size * args.tokens
         print(f'GPT-2, {args.layers} layers of {args.width}, {args.words} words; {args.batch_size} x {args.tokens} tokens; '
-              f'{threads} threads, {known["isa"]}, {args.turns} turns of a step')
+              f'{threads} threads, {backend.float32_isa()}, {args.turns} turns of a step')
         print_figures('a training step', figures, tokens, 'tokens')
         print('loss at step        ' + ''.join(f'{k:9d}' for k in range(0, len(losses['ours']), 4)))
         for kind, found in losses.items():

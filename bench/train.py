@@ -190,7 +190,7 @@ def main(argv=None):
         print(json.dumps(known | figures[ours] | ({'scaling' if args.scaling else 'vs': beside} if beside else {})))
     else:
         print(f'{" ".join(known[name] for name in ("program", "preset") if name in known)}: {about}, batch {args.batch_size}; '
-              f'{threads} threads, {known.get("bf16_isa", known["isa"])}, '
+              f'{threads} threads, {known.get("bf16_isa", backend.float32_isa())}, '
               f'{turns} turns of {length} {"steps" if length > 1 else "step"}')
         names = {name: NAMES.get(name, name) for name in figures}
         print_figures('a training step', figures, args.batch_size, program.UNIT, names)

@@ -100,7 +100,7 @@ def main(argv=None):
     if args.json:
         print(json.dumps(figures))
     else:
-        print(f'{args.program}: greedy, {about}; {threads} threads, {backend.isa()}')
+        print(f'{args.program}: greedy, {about}; {threads} threads, {backend.float32_isa()}')
         print_figures('one sentence', one, 1, 'sentences')
         print_figures(f'{args.sentences} in batches', many, args.sentences, 'sentences')
         print('in batches of   : ' + ', '.join(f'{NAMES[kind]} {f["batch_size"]}' for kind, f in many.items()))

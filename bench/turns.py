@@ -37,7 +37,7 @@ def prepare(threads):
 def print_title(torch, threads):
     """Print the title of the lines of contest()."""
     from pyops import backend
-    title = f'{backend.isa()}, PyTorch {torch.__version__}, {threads} thread{"s" * (threads > 1)}'
+    title = f'{backend.float32_isa()}, PyTorch {torch.__version__}, {threads} thread{"s" * (threads > 1)}'
     print(f'{title:46}{"pyops":>12}{"PyTorch":>12}{"ratio":>10}')
 
 

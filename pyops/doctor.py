@@ -33,7 +33,7 @@ def machine():
     from pyops import backend
     from pyops.backend import library
     return {'CPU': f'{cpu_name()}, {os.cpu_count()} cores', 'threads': str(backend.threads()),
-            'instruction set': backend.isa(), 'products in bf16': backend.bf16_isa(),
+            'instruction set': backend.isa(), 'large products': backend.float32_isa(), 'products in bf16': backend.bf16_isa(),
             'library': f'{os.environ.get("PYOPS_LIBRARY") or library.PACKAGE / "libpyops.so"}, ABI {library.ABI_VERSION}',
             'memory': _memory(), 'GPU': _gpu()}
 
