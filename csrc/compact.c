@@ -134,10 +134,11 @@ int64_t pyops_compact_rows(int64_t R, int64_t I, int32_t format) {
 pyops_compact pyops_compact_call(const float *compact, const float *x, float *work, int64_t R, int64_t O, int64_t I,
                                  int32_t format) {
     const int64_t row = format == PYOPS_COMPACT_INT8 ? row_floats(I) : 0;
-    return (pyops_compact){.k = table_of(O, I, format),
+    const pyops_kernels *const k = table_of(O, I, format);
+    return (pyops_compact){.k = k,
                            .O = O,
                            .I = I,
-                           .steps = steps_of(table_of(O, I, format), I, format),
+                           .steps = steps_of(k, I, format),
                            .row = 4 * row,
                            .format = format,
                            .compact = compact,
@@ -247,11 +248,8 @@ pyops_status pyops_compact_linear(float *y, const float *x, const float *compact
 /* bfloat16 in the upper or lower half of the word at p. */
 static float half_of(const float *p, int upper) {
     uint32_t word;
-    float x;
     memcpy(&word, p, sizeof word);
-    word = upper ? word & UINT32_C(0xFFFF0000) : word << 16;
-    memcpy(&x, &word, sizeof x);
-    return x;
+    return pyops_from_bf16_bits(upper ? word >> 16 : word);
 }
 
 /* Row i of column j of a split panel, see kernels/amx_bf16.c. */

@@ -393,13 +393,6 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
 
 /* ---- matrices of bfloat16: a reference for the GPU, not a fast path on the CPU ---------------------------------- */
 
-static float from_bf16(uint16_t x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, sizeof y);
-    return y;
-}
-
 pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
                            void *stream) {
     (void)stream;
@@ -421,7 +414,7 @@ pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int
         for (int64_t n = 0; n < N; n++) {
             float sum = 0.0f;
             #pragma omp simd reduction(+ : sum)
-            for (int64_t k = 0; k < K; k++) sum += from_bf16(a[m * lda + k]) * from_bf16(b[n * ldb + k]);
+            for (int64_t k = 0; k < K; k++) sum += pyops_from_bf16_bits(a[m * lda + k]) * pyops_from_bf16_bits(b[n * ldb + k]);
             c[m * ldc + n] = (accumulate ? c[m * ldc + n] : 0.0f) + sum;
         }
     return PYOPS_OK;

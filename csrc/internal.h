@@ -481,6 +481,12 @@ static inline uint16_t pyops_to_bf16_bits(float x) {
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((bits >> 16) | 0x40u); /* a quiet NaN */
     return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
+static inline float pyops_from_bf16_bits(uint32_t x) {
+    const uint32_t bits = x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
 static inline void pyops_copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
 
 typedef struct { int64_t from, to; } pyops_range; /* [from, to) */

@@ -957,8 +957,8 @@ PYOPS_API int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_
  * likewise in each call.  y = float(sum of q_x q_w) (s_x s_w) + bias, rounded after each operation.  The sum is exact, so the
  * bits do not depend on the instruction set.  A row with NaN or infinity gives NaN; one without |w| >= 1e-30 gives 0.
  * BF16: weight and x are rounded to bfloat16, to nearest, ties to even; sums are float32.
- * FLOAT32: nothing is rounded.  pyops_gemm returns the same bits, but packs the weight in each call; with AMX it returns other
- * bits for at most 8 rows.  The layout of `compact` depends on pyops_set_exact.
+ * FLOAT32: nothing is rounded.  pyops_gemm returns the same bits, but packs the weight in each call.  With AMX the layout of
+ * `compact` depends on pyops_set_exact.
  * x (R,I)   weight (O,I)   bias (O)   y (R,O)   ids (R) int32 in [0,O)   compact_embedding: y (R,I)
  * compact_topk: index, logp (R,k), 1 <= k <= PYOPS_TOPK, k <= O   INT8: I <= 131072
  */

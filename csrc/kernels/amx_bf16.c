@@ -22,20 +22,14 @@ enum { PARTS_OF_FLOAT = 3, SPLIT_STEPS = 3 * PYOPS_SPLIT / 2 }; /* steps of PYOP
 #include "bf16_pack.inc"
 
 #if PYOPS_LOWERED
-static float half_of(uint32_t pair, int odd) {
-    const uint32_t bits = odd ? pair & 0xFFFF0000u : pair << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
 static void emulated_dpbf16ps(int c, int a, int b) {
     for (int m = 0; m < rows_of[c]; m++) {
         vec even = {0}, odd = {0};
         for (int k = 0; k < SIDE; k++) {
             const uint32_t pair = registers[a].words[m][k];
             const uints pairs = (uints)load(registers[b].sums[k]);
-            even += half_of(pair, 0) * (vec)(pairs << 16);
-            odd += half_of(pair, 1) * (vec)(pairs & 0xFFFF0000u);
+            even += pyops_from_bf16_bits(pair) * (vec)(pairs << 16);
+            odd += pyops_from_bf16_bits(pair >> 16) * (vec)(pairs & 0xFFFF0000u);
         }
         store(registers[c].sums[m], load(registers[c].sums[m]) + (even + odd));
     }
@@ -345,32 +339,13 @@ static void pack_b_split(float *dst, const float *src, int64_t step, int64_t alo
             }
 }
 
+#define OF_TILES .a_step = 1, .a_in_rows = 1, .MR = 4 * TILE_M, .MC = 4 * TILE_M, .begin = begin_whole_tiles, .end = end_tiles
 const pyops_micro_kernel CAT(pyops_float32, ISA) = {
-    STR(ISA),
-    .is_split = 1,
-    .a_step = 1,
-    .a_in_rows = 1,
-    .MR = 4 * TILE_M,
-    .MC = 4 * TILE_M,
-    .begin = begin_whole_tiles,
-    .end = end_tiles,
-    .gemm = gemm_split,
-    .pack_a = pack_a_split,
-    .pack_b = pack_b_split,
+    STR(ISA), .is_split = 1, OF_TILES, .gemm = gemm_split, .pack_a = pack_a_split, .pack_b = pack_b_split,
 };
 
 const pyops_micro_kernel CAT(pyops_bf16, ISA) = {
-    STR(ISA),
-    .is_bf16 = 1,
-    .a_step = 1,
-    .a_in_rows = 1,
-    .MR = 4 * TILE_M,
-    .MC = 4 * TILE_M,
-    .begin = begin_whole_tiles,
-    .end = end_tiles,
-    .gemm = gemm_amx,
-    .pack_a = pack_a_amx,
-    .pack_b = pack_b_bf16,
+    STR(ISA), .is_bf16 = 1, OF_TILES, .gemm = gemm_amx, .pack_a = pack_a_amx, .pack_b = pack_b_bf16,
 };
 #else
 const pyops_micro_kernel pyops_bf16_amx_bf16 = {0}, pyops_float32_amx_bf16 = {0}; /* this compiler has no AMX: never used */
