@@ -430,7 +430,7 @@ bench: cpu .venv/ready ## the machine's limits, kernels, training, translation b
 	$(BENCH).table
 
 floor: cpu .venv/ready ## large matrix products reach 60 % of the limit of multiply-adds, or exit status 1
-	$(BENCH).floor
+	OPENBLAS_NUM_THREADS=1 $(BENCH).floor
 
 # QUALITY: flags of bench.quality, such as "--minutes 10 --eval-every 60"
 QUALITY ?= --minutes 30

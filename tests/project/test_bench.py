@@ -214,7 +214,7 @@ def test_a_product_above_the_floor_passes_and_one_below_it_is_named_with_exit_st
     assert captured.err == ''
     assert floor.main([*FLOOR, '--share', '100']) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == 'bench.floor: gemm projection 1152 x 256 x 256: below 10000% of the limit'
+    assert last == 'bench.floor: gemm projection 1152 x 256 x 256: below 10000% of limit and numpy'
 
 
 def test_a_slow_instruction_set_is_below_the_floor(monkeypatch, capsys):
@@ -222,9 +222,9 @@ def test_a_slow_instruction_set_is_below_the_floor(monkeypatch, capsys):
     slow, measured = {'generic': 1e11, 'avx2': 3e11}, []
     monkeypatch.setattr(floor, 'limits', lambda: measured.append(slow) or slow)
     monkeypatch.setattr(backend, 'isa', lambda: 'generic')
-    monkeypatch.setattr(floor, 'rates', lambda run, flops, seconds: (0.9, 1.0))
+    monkeypatch.setattr(floor, 'rates', lambda *_: (0.9, 1.0))
     assert floor.main(FLOOR) == 1
-    assert capsys.readouterr().err == 'bench.floor: generic kernels; the fastest are avx2: below 60% of the limit\n'
+    assert capsys.readouterr().err == 'bench.floor: generic kernels; the fastest are avx2: below 60% of limit and numpy\n'
     assert len(measured) == floor.ATTEMPTS == 3
 
 
@@ -232,8 +232,31 @@ def test_a_disturbed_measurement_is_repeated(monkeypatch, capsys):
     limits, shares = iter([{'generic': 1e11, 'avx2': 3e11}, {'generic': 1e11, 'avx2': 1.1e11}]), iter([0.1, 0.5, 0.9])
     monkeypatch.setattr(floor, 'limits', lambda: next(limits))
     monkeypatch.setattr(backend, 'isa', lambda: 'generic')
-    monkeypatch.setattr(floor, 'rates', lambda run, flops, seconds: (next(shares), 1.0))
+    monkeypatch.setattr(floor, 'rates', lambda *_: (next(shares), 1.0))
     assert floor.main(FLOOR) == 0 and ' 90%' in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize('share, status', [(0.7, 0), (0.5, 1)])
+def test_a_product_below_the_floor_is_compared_with_numpy(share, status, monkeypatch, capsys):
+    """A busy hyperthread slows both products, but not the limit.  The limit is tried three times before."""
+    shares = iter([0.1, 0.5, 0.4, share])
+    monkeypatch.setattr(floor, 'limits', lambda: {backend.isa(): 1e11})
+    monkeypatch.setattr(floor, 'rates', lambda *_: (next(shares), 1.0))
+    assert floor.main(FLOOR) == status
+    captured = capsys.readouterr()
+    assert [line.split()[-1] for line in captured.out.splitlines()[-2:]] == ['40%', f'{share:.0%}']
+    assert bool(captured.err) == bool(status)
+
+
+def test_the_reference_of_the_floor_is_the_product_of_numpy():
+    """The same operands, and its number of operations."""
+    (_, run, flops, _, numpy_product), *_ = floor.cases([('gemm 4 x 5 x 6', (4, 5, 6), (True, False))])
+    run()
+    c = run.__defaults__[0]
+    ours = c.copy()
+    c[:] = np.nan
+    assert numpy_product() == flops == 240
+    np.testing.assert_allclose(c, ours, rtol=0, atol=1e-5)
 
 
 def test_the_limits_of_instruction_sets_are_measured_by_processes_that_select_them():
@@ -244,7 +267,7 @@ def test_the_limits_of_instruction_sets_are_measured_by_processes_that_select_th
 def test_bfloat16_factors_are_used_for_their_product_only(monkeypatch):
     monkeypatch.setattr(backend, 'bf16_isa', lambda: 'avx512_bf16')
     before, square = backend.HOST.precision, [('gemm 4 x 4 x 4', (4, 4, 4), (False, False))]
-    assert [(name, factor, backend.HOST.precision) for name, _, _, factor in floor.cases(square)] == [
+    assert [(name, factor, backend.HOST.precision) for name, _, _, factor, _ in floor.cases(square)] == [
         ('gemm 4 x 4 x 4', 1, before), ('gemm 4 x 4 x 4 in bfloat16', 2, 'bf16')]
     assert backend.HOST.precision == before
 
