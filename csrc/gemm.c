@@ -3,7 +3,7 @@
  * The loops of BLIS (Van Zee and van de Geijn 2015, doi:10.1145/2764454) around the tile of kernels/gemm_body.inc:
  * columns by NC, K by KC, rows by MC, then tiles.  b is packed; a is read in place, and packed only where that would be
  * slow.  Each thread owns a rectangle of c and packs its own operands, so threads never wait for each other; the rectangles
- * are chosen to pack little twice.  The order of every sum is independent of the rectangle: blocks of KC, and term by term
+ * are chosen to pack little twice, and follow the speeds of the threads.  The order of every sum is independent of the rectangle: blocks of KC, and term by term
  * in a block.
  */
 #include <omp.h>
@@ -217,23 +217,34 @@ static pyops_status threaded(const pyops_kernels *k, float *c, int64_t ldc, pyop
     const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= PYOPS_FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);
     const int64_t threads = is_large ? omp_get_max_threads() : 1;
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
-    const int64_t columns = pyops_round_up((N + tn - 1) / tn, k->NR);
     int failed = 0;
     if (threads == 1) { /* a parallel region costs more than a product of a few rows, even with one thread */
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         if (scratch && M && N) pyops_product(k, c, ldc, a, b, bias, M, N, K, flags, scratch);
         return failed ? no_memory(k) : PYOPS_OK;
     }
+    /* few rows wait for memory; with more the least share repays packing */
+    pyops_pace *const paced = M > PYOPS_FEW_ROWS ? pyops_pace_of(threads) : NULL;
+    const pyops_pace *const in_rows = M >= 128 * tm ? paced : NULL;
+    const int64_t unit = in_rows ? 16 : 1;
     #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t t = 0; t < threads; t++) {
-        const int64_t i = M * (t / tn) / tm, rows = M * (t / tn + 1) / tm - i, j = t % tn * columns;
-        if (!rows || j >= N) continue;
+        const int64_t row = t / tn, column = t % tn, first = row * tn;
+        const int64_t i = pyops_begin_of(in_rows, row, tm, 0, tn, M, unit),
+                      j = pyops_begin_of(paced, column, tn, first, 1, N, k->NR);
+        const int64_t rows = pyops_begin_of(in_rows, row + 1, tm, 0, tn, M, unit) - i;
+        const int64_t columns = pyops_begin_of(paced, column + 1, tn, first, 1, N, k->NR) - j;
+        if (paced) paced->speeds[t] = 0.0;
+        if (!rows || !columns) continue;
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         if (!scratch) continue;
+        const double start = omp_get_wtime();
         pyops_product(k, c + i * ldc + j, ldc, (pyops_view){a.p + i * a.row, a.row, a.col},
-                      (pyops_view){b.p + j * b.col, b.row, b.col}, bias ? bias + j : NULL, rows, pyops_min(columns, N - j), K,
-                      flags, scratch);
+                      (pyops_view){b.p + j * b.col, b.row, b.col}, bias ? bias + j : NULL, rows, columns, K, flags, scratch);
+        const double seconds = omp_get_wtime() - start;
+        if (paced && seconds > 0.0) paced->speeds[t] = (double)(rows * columns) / seconds;
     }
+    if (paced) pyops_follow(paced);
     return failed ? no_memory(k) : PYOPS_OK;
 }
 
@@ -320,7 +331,7 @@ pyops_status pyops_linear_pair_backward(float *dx1, float *dx2, float *dweight1,
 }
 
 /* Products whose b, or a copy of it with contiguous rows, is multiplied in place. */
-enum { TRANSPOSED = 1024 };     /* floats of such a copy */
+enum { TRANSPOSED = 1024 }; /* floats of such a copy */
 
 static int is_tiny(const pyops_kernels *k, pyops_view b, int64_t M, int64_t N, int64_t K) {
     return K && !k->micro.is_bf16 && !k->micro.is_split && M * N * K <= SMALL && (b.col == 1 || K * N <= TRANSPOSED);
@@ -371,7 +382,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
         float *c_i = c, *scratch;
         pyops_view a_i = {a, a_row, a_col}, b_i = {b, b_row, b_col};
         for (int64_t d = n - 1, rest = i; d >= 0; d--) {
-            const int64_t at = d ? rest % shape[d] : rest;      /* a division takes as long as the product of a few numbers */
+            const int64_t at = d ? rest % shape[d] : rest; /* a division takes as long as the product of a few numbers */
             c_i += at * c_step[d], a_i.p += at * a_step[d], b_i.p += at * b_step[d];
             if (d) rest /= shape[d];
         }

@@ -572,6 +572,27 @@ static inline float pyops_key_value(uint64_t key) {
 
 static inline int32_t pyops_key_index(uint64_t key) { return (int32_t)~(uint32_t)key; }
 
+/* ---- shares of threads that follow their speeds, see pace.c ----------------------------------- */
+enum { PYOPS_PACED = 256 }; /* threads; more have equal shares */
+
+typedef struct {
+    int64_t threads;
+    double shares[PYOPS_PACED]; /* of the work, their sum is 1 */
+    double speeds[PYOPS_PACED]; /* in the last product, work of a second; 0: it had none */
+} pyops_pace;
+
+/* Those of the threads that work for the calling thread, or NULL: equal shares.  Call outside of the parallel region. */
+pyops_pace *pyops_pace_of(int64_t threads);
+/* Inside of it, with the threads that it has: NULL if they are others. */
+static inline const pyops_pace *pyops_pace_in(const pyops_pace *p, int64_t threads) {
+    return p && p->threads == threads ? p : NULL;
+}
+/* After a product whose threads have set their speeds. */
+void pyops_follow(pyops_pace *p);
+/* Where part `part` of n begins, a multiple of unit.  Each of the parts belongs to `members` threads from thread `first` on. */
+int64_t pyops_begin_of(const pyops_pace *p, int64_t part, int64_t parts, int64_t first, int64_t members, int64_t n,
+                       int64_t unit);
+
 /* ---- dropout: an element is kept if its random word is at least this ----------------------- */
 static inline uint32_t pyops_dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 

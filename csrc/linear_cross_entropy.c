@@ -117,6 +117,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     const size_t part_size = l.ahead
         ? 0
         : (size_t)pyops_max(pyops_packed_b_size(k, D, COLUMNS), pyops_packed_b_size(k, COLUMNS, D));
+    const pyops_pace *const pace = pyops_pace_of(omp_get_max_threads());
     double sum = 0.0;
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS)
@@ -135,7 +136,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
         const int go_on = !failed;
         const int64_t threads = omp_get_num_threads();
         const int64_t across = columns_of_grid(threads, (D + k->NR - 1) / k->NR), down = threads / across;
-        const int64_t width = pyops_round_up((D + across - 1) / across, k->NR);
+        const pyops_pace *const paced = pyops_pace_in(pace, threads);
 
         for (int64_t r0 = 0; go_on && r0 < n_valid; r0 += height) {
             const int64_t rows = pyops_min(height, n_valid - r0);
@@ -195,8 +196,10 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             #pragma omp for schedule(static)
             for (int64_t t = 0; t < threads; t++) {
                 const int64_t r = t / across * share, n = pyops_min(share, rows - r);
-                const int64_t d = t % across * width, d1 = pyops_min(d + width, D);
-                if (n <= 0 || d >= D) continue;
+                const int64_t column = t % across, first = t - column;
+                const int64_t d = pyops_begin_of(paced, column, across, first, 1, D, k->NR);
+                const int64_t d1 = pyops_begin_of(paced, column + 1, across, first, 1, D, k->NR);
+                if (n <= 0 || d >= d1) continue;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     const int64_t K = pyops_min(COLUMNS, V - v);
                     const pyops_view dz = {chunk(logits, block, v) + r * LD, LD, 1};

@@ -40,6 +40,7 @@ typedef struct {
     int64_t count;
     int64_t back;                                       /* from the row of a position to the row of the step before it */
     int whole;                                          /* all have T steps and are not packed: index[v] = v */
+    const pyops_pace *pace;                             /* of the threads that share the sequences */
 } positions;
 
 /* rows of x: N if they are packed, else T * B */
@@ -62,7 +63,7 @@ static inline pyops_status positions_of(positions *p, const char *who, const int
         if (status) return status;
     }
     const int64_t back = !offsets ? -B : reverse ? 1 : -1;
-    *p = (positions){lengths, offsets, first, index, sequence, 0, back, 0};
+    *p = (positions){lengths, offsets, first, index, sequence, 0, back, 0, pyops_pace_of(omp_get_max_threads())};
     for (int64_t t = 0; t < T; t++) {
         first[t] = (int32_t)p->count;
         for (int64_t b = 0; b < B; b++) {
@@ -77,13 +78,16 @@ static inline pyops_status positions_of(positions *p, const char *who, const int
     return PYOPS_OK;
 }
 
-/* The sequences of this thread; threads get about equally many positions. */
+/* The sequences of this thread, with its share of the positions. */
 static inline pyops_range share_of(const positions *p, int64_t T, int64_t B) {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const pyops_pace *const pace = pyops_pace_in(p->pace, threads);
+    const int64_t from = pyops_begin_of(pace, thread, threads, 0, 1, p->count, 1);
+    const int64_t to = pyops_begin_of(pace, thread + 1, threads, 0, 1, p->count, 1);
     pyops_range share = {0, B};
     for (int64_t b = 0, before = 0; b < B; before += length_of(p, b++, T)) {
-        if (before * threads < p->count * thread) share.from = b + 1;
-        if (before * threads >= p->count * (thread + 1) && thread < threads - 1 && b < share.to) share.to = b;
+        if (before < from) share.from = b + 1;
+        if (before >= to && thread < threads - 1 && b < share.to) share.to = b;
     }
     return share;
 }

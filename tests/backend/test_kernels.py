@@ -147,6 +147,25 @@ def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K, turned, pre
 
 
 @of_threads
+@pytest.mark.parametrize('M,N,K', [(600, 130, 140), (300, 300, 300), (60, 40, 4000), (17, 1200, 600)])
+def test_the_bits_of_a_product_do_not_depend_on_the_speeds_of_threads(M, N, K):
+    """Shares follow the speeds in the products before.  More threads than cores have different ones."""
+    rng = np.random.default_rng(6)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((M, K), (K, N)))
+    before, expected = backend.threads(), np.empty((M, N), np.float32)
+    try:
+        backend.set_threads(1)
+        gemm(expected, a, b, None)
+        backend.set_threads((os.cpu_count() or 1) + 1)
+        for _ in range(30):
+            c = np.empty_like(expected)
+            gemm(c, a, b, None)
+            assert np.array_equal(c, expected)
+    finally:
+        backend.set_threads(before)
+
+
+@of_threads
 @pytest.mark.parametrize('order', 'CF')
 @pytest.mark.parametrize('M,K', [(9, 40), (33, 700), (5000, 519)])
 def test_a_product_with_a_vector_has_the_bits_of_a_column_for_any_number_of_threads(M, K, order):
