@@ -7,6 +7,9 @@
 #include <math.h>
 #include "internal.h"
 
+/* As in conv2d.c: threads are awake, and statistics are several passes over the numbers. */
+#define SHARE (PYOPS_SHARE_FLOATS / 8)
+
 enum { COLUMNS = 128 };
 #define ROWS PYOPS_TUNED(batch_norm_rows, 64, 1, 128, 1)
 #define FEW_POSITIONS PYOPS_TUNED(batch_norm_few_positions, 32, 0, COLUMNS, 1)
@@ -93,7 +96,7 @@ pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *runn
     PYOPS_REQUIRE(training || (running_mean && running_var),
                   "batch_norm_forward: running_mean or running_var is NULL, expected both outside training");
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (R * C * P > SHARE)
     for (int64_t c = 0; c < (P > FEW_POSITIONS ? C : 0); c++) {
         float variance;
         if (training) {
@@ -108,7 +111,7 @@ pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *runn
             k->channel_norm(y + (r * C + c) * P, x + (r * C + c) * P, mean[c], rstd[c] * weight[c], bias[c], P);
     }
     const int64_t channels = pyops_max(COLUMNS / pyops_max(P, 1), 1);
-    #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (R * C * P > SHARE)
     for (int64_t c = 0; c < (P <= FEW_POSITIONS ? C : 0); c += channels) {
         const int64_t some = pyops_min(channels, C - c), n = some * P;
         float center[COLUMNS], variance[COLUMNS], scale[COLUMNS], factor[COLUMNS], shift[COLUMNS];
@@ -137,7 +140,7 @@ pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, 
     const pyops_status status = check_batch_norm("batch_norm_backward", R, C, P, training);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (R * C * P > SHARE)
     for (int64_t c = 0; c < (P > FEW_POSITIONS ? C : 0); c++) {
         double sum = 0.0, products = 0.0;
         for (int64_t r = 0; r < R; r++)
@@ -158,7 +161,7 @@ pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, 
         }
     }
     const int64_t channels = pyops_max(COLUMNS / pyops_max(P, 1), 1);
-    #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (R * C * P > SHARE)
     for (int64_t c = 0; c < (P <= FEW_POSITIONS ? C : 0); c += channels) {
         const int64_t some = pyops_min(channels, C - c), n = some * P;
         float sums[COLUMNS] = {0}, products[COLUMNS] = {0}, part[COLUMNS], part_products[COLUMNS];

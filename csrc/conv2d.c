@@ -20,6 +20,11 @@
 #include <string.h>
 #include "internal.h"
 
+/* The kernels of a net follow each other, so the threads are still awake, and sharing repays with less work than elsewhere.
+ * Floats that are transposed or gathered take longer than those that are read one after the other. */
+#define SHARE_FMAS (PYOPS_SHARE_FMAS / 4)
+#define SHARE_FLOATS (PYOPS_SHARE_FLOATS / 8)
+
 /* Packed floats of windows that share L2 with the filters; columns of a block for dweight; most parts of a batch, and floats of
  * their partial sums. */
 enum { BLOCK = PYOPS_KC };
@@ -141,7 +146,7 @@ static pyops_windows split(float *phases, const pyops_windows *w, const unsplit 
     pyops_windows all = *w;
     all.source = phases;
     const int64_t images = w->columns / (w->grid_h * w->grid_w);
-    #pragma omp parallel for schedule(static) if (w->size > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (w->size > SHARE_FLOATS)
     for (int64_t c = 0; c < images * u->channels; c++)          /* all phases of a channel: it is read from memory once */
         for (int64_t p = 0; p < u->count; p++) {
             const int64_t rows = phase_rows(u, p), cols = phase_cols(u, p);
@@ -265,7 +270,7 @@ static int64_t spread_size(int64_t N, int64_t n) { return ceil_div(N, lanes_for(
 static void spread(float *to, const float *images, int64_t N, int64_t n) {
     const pyops_kernels *k = pyops_active();
     const int64_t L = lanes_for(N);
-    #pragma omp parallel for schedule(static) if (N * n > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (N * n > SHARE_FLOATS)
     for (int64_t i = 0; i < N; i += L) {
         const int64_t some = pyops_min(L, N - i);
         if (pyops_round_up(some, PYOPS_LANES) < L) k->fill(to + i * n, L * n, 0.0f);
@@ -283,7 +288,7 @@ static pyops_status spread_phases(float *to, const pyops_windows *w, const unspl
     const size_t floats = (size_t)(at_once * u->W * L);
     int failed = 0;
     if (has_gaps) k->fill(to, spread_size(N, w->image), 0.0f);
-    #pragma omp parallel for schedule(static) if (N * n > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (N * n > SHARE_FLOATS)
     for (int64_t unit = 0; unit < ceil_div(N, L) * pieces; unit++) {
         const int64_t i = unit / pieces * L, first = unit % pieces * at_once, rows = pyops_min(at_once, all - first);
         const int64_t some = pyops_min(L, N - i);
@@ -307,7 +312,7 @@ static pyops_status spread_phases(float *to, const pyops_windows *w, const unspl
 static void collect(float *images, const float *from, int64_t N, int64_t n) {
     const pyops_kernels *k = pyops_active();
     const int64_t L = lanes_for(N), whole = n / PYOPS_LANES * PYOPS_LANES;      /* transpose() writes whole vectors */
-    #pragma omp parallel for schedule(static) if (N * n > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (N * n > SHARE_FLOATS)
     for (int64_t i = 0; i < N; i += L) {
         const int64_t some = pyops_min(L, N - i);
         k->transpose(images + i * n, from + i * n, whole, some, n, L);
@@ -347,7 +352,7 @@ static pyops_status correlate_planes(const char *who, planes dst, const float *f
     const int64_t K = C * w->T, images = w->columns / (w->grid_h * w->grid_w), size = planes_size(b, C);
     const size_t floats = (size_t)(size + M * b->n + PYOPS_LANES + K * (int64_t)(sizeof(int64_t) / sizeof(float)));
     int failed = 0;
-    #pragma omp parallel if (w->columns * groups * M * K > PYOPS_SHARE_FMAS)
+    #pragma omp parallel if (w->columns * groups * M * K > SHARE_FMAS)
     {
         float *const x = pyops_scratch_or_fail(floats, &failed), *const sums = x + size;
         int64_t *const offsets = (int64_t *)(x + size + M * b->n + PYOPS_LANES);
@@ -406,7 +411,7 @@ static pyops_status correlate(const char *who, planes dst, const float *filters,
     const int in_image = pyops_round_up(area, k->NR) * 16 <= area * 17;
     const int64_t length = in_image ? area : w->columns, pieces = in_image ? w->columns / area : 1;
     const int64_t blocks = ceil_div(length, most), columns = pyops_round_up(ceil_div(length, blocks), k->NR);
-    const int is_large = w->columns * groups * M * K > PYOPS_SHARE_FMAS;
+    const int is_large = w->columns * groups * M * K > SHARE_FMAS;
     const int64_t cuts = is_large ? pyops_min(ceil_div(threads, pieces * blocks * groups), ceil_div(M, k->MR)) : 1;
     const size_t own = (size_t)(columns * M + k->KC * columns);
     int failed = 0;
@@ -534,7 +539,7 @@ static pyops_status correlate_tiles(const char *who, planes dst, int64_t H, int6
     const int64_t ld_x = C * most + PYOPS_LANES, ld_y = M * most + PYOPS_LANES;
     const size_t floats = pyops_product_scratch(k) + (size_t)(16 * (ld_x + ld_y));
     int failed = 0;
-    #pragma omp parallel for schedule(dynamic) if (16 * all * t.lanes * M * C > PYOPS_SHARE_FMAS)
+    #pragma omp parallel for schedule(dynamic) if (16 * all * t.lanes * M * C > SHARE_FMAS)
     for (int64_t q = 0; q < all; q += n) {
         const int64_t rows = pyops_min(n, all - q), columns = rows * t.lanes;
         float *const scratch = pyops_scratch_or_fail(floats, &failed);
@@ -580,7 +585,7 @@ pyops_status pyops_conv2d_forward(float *y, const float *x, const float *weight,
     float *const phases = work + taps_size(&s), *const filters = phases + phases_size(&s);
     const planes to = {y, O * Ho * Wo, Ho * Wo};
     if (has_tiles(&s, O, C, Wo)) {
-        #pragma omp parallel for schedule(static) if (16 * O * C > PYOPS_SHARE_FLOATS)
+        #pragma omp parallel for schedule(static) if (16 * O * C > SHARE_FLOATS)
         for (int64_t i = 0; i < O * C; i++) transform_filter(filters + i, O * C, weight + 9 * i, 1);
         const pyops_tiles t = tiles_of(x, N, C, H, W, -pad_h, -pad_w, Ho, Wo);
         return correlate_tiles("conv2d_forward", to, Ho, Wo, filters, bias, t, N, O, C);
@@ -619,7 +624,7 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
     float *const filters = work + taps_size(&s), *const phase = filters + factors_size(&s, C, O, W);
     const int64_t Cg = C / groups, Og = O / groups, all = kh * kw;
     if (has_tiles(&s, C, O, W)) {
-        #pragma omp parallel for schedule(static) if (16 * O * C > PYOPS_SHARE_FLOATS)
+        #pragma omp parallel for schedule(static) if (16 * O * C > SHARE_FLOATS)
         for (int64_t i = 0; i < C * O; i++) /* filters (C,O), turned by half a turn */
             transform_filter(filters + i, C * O, weight + 9 * (i % O * C + i / O) + 8, -1);
         const pyops_tiles t = tiles_of(dy, N, O, Ho, Wo, pad_h - 2, pad_w - 2, H, W);
@@ -640,7 +645,7 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
                                      .columns = N * rows * cols,
                                      .T = T,
                                      .taps = taps};
-            #pragma omp parallel for schedule(static) if (O * Cg * T > PYOPS_SHARE_FLOATS)
+            #pragma omp parallel for schedule(static) if (O * Cg * T > SHARE_FLOATS / 8)
             for (int64_t i = 0; i < C; i++) /* filters[c, (o, t)] = weight[o, c, t], group by group */
                 for (int64_t o = 0; o < Og; o++)
                     for (int64_t t = 0; t < T; t++)
@@ -650,7 +655,7 @@ pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *we
             status = correlate("conv2d_backward_x", to, filters, NULL, &w, NULL, NULL, Cg, Og, groups,
                                phase + row_of_phases_size(&s));
         }
-        #pragma omp parallel for schedule(static) if (N * C * rows * W > PYOPS_SHARE_FLOATS)
+        #pragma omp parallel for schedule(static) if (N * C * rows * W > SHARE_FLOATS)
         for (int64_t c = 0; c < (is_strided(&s) && !status ? N * C : 0); c++)
             for (int64_t i = 0; i < rows; i++) {                /* whole rows of dx at a time */
                 float *restrict const to = dx + (c * H + i * stride_h + top) * W;
@@ -728,7 +733,7 @@ static pyops_status add_planes(float *partial, int64_t parts, const float *dy, c
     const int64_t room = pyops_round_up(M * b->n + PYOPS_LANES, 2);
     const size_t floats = (size_t)(size + room + K * (int64_t)(sizeof(int64_t) / sizeof(float)));
     int failed = 0;
-    #pragma omp parallel for schedule(dynamic) if (w->columns * groups * M * K > PYOPS_SHARE_FMAS)
+    #pragma omp parallel for schedule(dynamic) if (w->columns * groups * M * K > SHARE_FMAS)
     for (int64_t i = 0; i < parts * groups; i++) {
         const int64_t part = i / groups, g = i % groups;
         float *const x = pyops_scratch_or_fail(floats, &failed), *const d = x + size;
@@ -769,7 +774,7 @@ static pyops_status add_all_windows(float *partial, int64_t parts, const float *
                                  .columns = w->columns,
                                  .T = 1,
                                  .taps = &here};
-    const int is_large = w->columns * s->O * K > PYOPS_SHARE_FMAS;
+    const int is_large = w->columns * s->O * K > SHARE_FMAS;
     const int64_t blocks = ceil_div(w->columns, BLOCK), threads = omp_get_max_threads();
     const int64_t cuts = is_large ? pyops_min(ceil_div(threads, parts * groups), ceil_div(K, k->MR)) : 1;
     const int64_t rows = ceil_div(K, cuts);
@@ -800,7 +805,7 @@ static pyops_status add_tiles(float *dweight, const float *dy, const float *x, f
     const int64_t ld_x = C * columns + PYOPS_LANES, ld_y = O * columns + PYOPS_LANES;
     const size_t floats = pyops_product_scratch(k) + (size_t)(16 * (ld_x + ld_y) + pyops_packed_b_size(k, columns, O));
     int failed = 0;
-    #pragma omp parallel for schedule(dynamic) if (all * t.lanes * size > PYOPS_SHARE_FMAS)
+    #pragma omp parallel for schedule(dynamic) if (all * t.lanes * size > SHARE_FMAS)
     for (int64_t part = 0; part < parts; part++) {
         float *const scratch = pyops_scratch_or_fail(floats, &failed), *const u = partial + part * size;
         if (!scratch) continue;
@@ -819,10 +824,10 @@ static pyops_status add_tiles(float *dweight, const float *dy, const float *x, f
         }
     }
     if (failed) return pyops_fail(PYOPS_NO_MEMORY, "conv2d_backward_weight: no memory for %zu floats per thread", floats);
-    #pragma omp parallel for schedule(static) if (parts * size > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (parts * size > SHARE_FLOATS)
     for (int64_t p = 0; p < 16; p++)
         for (int64_t part = 1; part < parts; part++) k->add(partial + p * C * O, partial + part * size + p * C * O, C * O);
-    #pragma omp parallel for schedule(static) if (size > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (size > SHARE_FLOATS)
     for (int64_t o = 0; o < O; o++)
         for (int64_t c = 0; c < C; c++) add_filter(dweight + 9 * (o * C + c), partial + c * O + o, C * O);
     return PYOPS_OK;
@@ -833,7 +838,7 @@ static void add_bias_gradient(float *dbias, const float *dy, int64_t N, int64_t 
     /* Images of a few positions: first the sums of each position over the batch, some channels at a time. */
     enum { COLUMNS = 256, FEW_POSITIONS = 32 };
     const int64_t channels = pyops_max(COLUMNS / area, 1);
-    #pragma omp parallel for schedule(static) if (N * O * area > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (N * O * area > SHARE_FLOATS)
     for (int64_t o = 0; o < (area <= FEW_POSITIONS ? O : 0); o += channels) {
         const int64_t some = pyops_min(channels, O - o);
         float sums[COLUMNS] = {0};
@@ -844,7 +849,7 @@ static void add_bias_gradient(float *dbias, const float *dy, int64_t N, int64_t 
             dbias[o + c] += sum;
         }
     }
-    #pragma omp parallel for schedule(static) if (N * O * area > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (N * O * area > SHARE_FLOATS)
     for (int64_t o = 0; o < (area > FEW_POSITIONS ? O : 0); o++) {
         float sum = 0.0f;
         for (int64_t n = 0; n < N; n++) sum += k->sum_shifted(dy + (n * O + o) * area, 0.0f, area);
@@ -891,7 +896,7 @@ pyops_status pyops_conv2d_backward_weight(float *dweight, float *dbias, const fl
         status = add_all_windows(partial, parts, dy, &of_phases, &s);
     }
     if (status) return status;
-    #pragma omp parallel for schedule(static) if (parts * O * K > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (parts * O * K > SHARE_FLOATS)
     for (int64_t o = 0; o < O; o++) {
         float *const sums = partial + o * K, *const to = dweight + o * C1 * kh * kw;
         for (int64_t part = 1; part < parts; part++) k->add(sums, partial + (part * O + o) * K, K);
@@ -934,7 +939,7 @@ pyops_status pyops_conv2d_forward_double(double *y, const double *x, const doubl
     const pyops_status status = check_conv2d("conv2d_forward_double", &s);
     if (status) return status;
     const int64_t own = C / groups, M = O / groups;
-    PYOPS_FOR(plane, N * O, multiply_adds(&s) > PYOPS_SHARE_FMAS, {
+    PYOPS_FOR(plane, N * O, multiply_adds(&s) > SHARE_FMAS, {
         const int64_t n = plane / O, o = plane % O;
         double *const to = y + plane * Ho * Wo;
         memset(to, 0, (size_t)(Ho * Wo) * sizeof *to);
@@ -956,7 +961,7 @@ pyops_status pyops_conv2d_backward_x_double(double *dx, const double *dy, const 
     const pyops_status status = check_conv2d("conv2d_backward_x_double", &s);
     if (status) return status;
     const int64_t own = C / groups, M = O / groups;
-    PYOPS_FOR(plane, N * C, multiply_adds(&s) > PYOPS_SHARE_FMAS, {
+    PYOPS_FOR(plane, N * C, multiply_adds(&s) > SHARE_FMAS, {
         const int64_t n = plane / C, g = plane % C / own, c = plane % own;
         double *const to = dx + plane * H * W;
         memset(to, 0, (size_t)(H * W) * sizeof *to);
@@ -978,7 +983,7 @@ pyops_status pyops_conv2d_backward_weight_double(double *dweight, const double *
     const pyops_status status = check_conv2d("conv2d_backward_weight_double", &s);
     if (status) return status;
     const int64_t own = C / groups, M = O / groups;
-    PYOPS_FOR(filter, O * own, multiply_adds(&s) > PYOPS_SHARE_FMAS, {
+    PYOPS_FOR(filter, O * own, multiply_adds(&s) > SHARE_FMAS, {
         const int64_t o = filter / own, c = o / M * own + filter % own;
         for (int64_t a = 0; a < kh; a++)
             for (int64_t b = 0; b < kw; b++) {

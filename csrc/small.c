@@ -94,16 +94,17 @@ pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream) {
 typedef void row_forward(float *y, const float *x, int64_t n);
 typedef void row_backward(float *dx, const float *dy, const float *saved, int64_t n);
 
+/* Activations follow a layer, whose threads are awake, and most of them compute exponentials. */
 static pyops_status forward(const char *name, row_forward *row, float *y, const float *x, int64_t n) {
     PYOPS_REQUIRE(n >= 0, "%s_forward: n=%lld, expected at least 0", name, LL(n));
-    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_EXPS)
     for (int64_t i = 0; i < n; i += CHUNK) row(y + i, x + i, pyops_min(CHUNK, n - i));
     return PYOPS_OK;
 }
 
 static pyops_status backward(const char *name, row_backward *row, float *dx, const float *dy, const float *saved, int64_t n) {
     PYOPS_REQUIRE(n >= 0, "%s_backward: n=%lld, expected at least 0", name, LL(n));
-    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_EXPS)
     for (int64_t i = 0; i < n; i += CHUNK) row(dx + i, dy + i, saved + i, pyops_min(CHUNK, n - i));
     return PYOPS_OK;
 }
