@@ -3,8 +3,8 @@
  * The loops of BLIS (Van Zee and van de Geijn 2015, doi:10.1145/2764454) around the tile of kernels/gemm_body.inc:
  * columns by NC, K by KC, rows by MC, then tiles.  b is packed; a is read in place, and packed only where that would be
  * slow.  Each thread owns a rectangle of c and packs its own operands, so threads never wait for each other; the rectangles
- * are chosen to pack little twice, and follow the speeds of the threads.  The order of every sum is independent of the rectangle: blocks of KC, and term by term
- * in a block.
+ * are chosen to pack little twice, and follow the speeds of the threads.  The order of every sum is independent of the
+ * rectangle: blocks of KC, and term by term in a block.
  */
 #include <omp.h>
 #include <string.h>
