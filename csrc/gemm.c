@@ -96,7 +96,9 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
 /* Columns of a block of c whose partial sums are kept. */
 #define SUMS PYOPS_TUNED(gemm_sums, 512, 32, 512, 32)
 
-static int64_t scratch_of(const pyops_kernels *k) { return k->B + k->MC * (pyops_max(k->KC, pyops_steps(k, k->KC)) + SUMS); }
+/* Floats of a packed block of a. */
+static int64_t block_of_a(const pyops_kernels *k) { return k->MC * pyops_max(k->KC, pyops_steps(k, k->KC)); }
+static int64_t scratch_of(const pyops_kernels *k) { return k->B + block_of_a(k) + k->MC * SUMS; }
 
 size_t pyops_product_scratch(const pyops_kernels *k) {
     return (size_t)pyops_max(scratch_of(k), scratch_of(pyops_for_product(k, INT32_MAX, INT32_MAX)));
@@ -162,12 +164,27 @@ static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
     return a.row == 1 ? k->any_col : a.col == 1 && (k->MR <= 8 || a.row % 1024);
 }
 
+int64_t pyops_packed_a_size(const pyops_kernels *k, pyops_view a, int64_t M, int64_t K) {
+    return is_fast_in_place(k, a) ? 0 : (M + k->MC - 1) / k->MC * ((K + k->KC - 1) / k->KC) * block_of_a(k);
+}
+
+pyops_view pyops_pack_a(const pyops_kernels *k, float *packed, pyops_view a, int64_t M, int64_t K) {
+    if (is_fast_in_place(k, a)) return a;
+    float *to = packed;
+    for (int64_t ic = 0; ic < M; ic += k->MC)
+        for (int64_t pc = 0; pc < K; pc += k->KC, to += block_of_a(k))
+            k->micro.pack_a(to, a.p + ic * a.row + pc * a.col, a.row, a.col, pyops_min(k->MC, M - ic),
+                            pyops_min(k->KC, K - pc));
+    return (pyops_view){packed, a.col, PYOPS_PACKED};
+}
+
 /* Rows of c in the outer loop, blocks of K in the inner: partial sums of a block of c stay in L2, and c is written once. */
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b, const float *bias,
                           int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch) {
-    const int64_t padded = pyops_round_up(N, k->NR);
-    const int packs = !is_fast_in_place(k, a);
-    float *packed_a = scratch, *sums = scratch + k->MC * pyops_max(k->KC, pyops_steps(k, k->KC));
+    const int64_t padded = pyops_round_up(N, k->NR), parts = (K + k->KC - 1) / k->KC;
+    const int is_packed = a.col == PYOPS_PACKED, packs = is_packed || !is_fast_in_place(k, a);
+    const int along = is_packed ? a.row == 1 : a.col == 1; /* whether rows of a were contiguous before it was packed */
+    float *packed_a = scratch, *sums = scratch + block_of_a(k);
     if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, flags);
     for (int64_t ic = 0; ic < M; ic += k->MC)
         for (int64_t jc = from; jc < to; jc += (K > k->KC ? SUMS : to - from))
@@ -175,20 +192,20 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                 const int64_t mc = pyops_min(k->MC, M - ic), kc = pyops_min(k->KC, K - pc);
                 const int64_t nc = K > k->KC ? pyops_min(SUMS, to - jc) : to - from;
                 const int more = (pc ? FROM_SUMS : flags & PYOPS_ADD) | (pc + kc < K ? TO_SUMS : flags & PYOPS_RELU);
-                const float *a_part = a.p + ic * a.row + pc * a.col;
                 const int64_t length = pyops_steps(k, kc);
-                pyops_tile t = {.a = a_part, .a_row = a.row, .a_col = a.col, .K = length};
+                pyops_tile t = {.a_row = a.row, .a_col = a.col, .K = length};
                 t.b = packed_b + pyops_steps(k, pc) * padded + jc * length;
+                if (is_packed) t.a = a.p + (ic / k->MC * parts + pc / k->KC) * block_of_a(k);
+                else t.a = a.p + ic * a.row + pc * a.col;
                 if (packs) {
-                    k->micro.pack_a(packed_a, a_part, a.row, a.col, mc, kc);
-                    t.a = packed_a, t.a_row = 1, t.a_col = k->MR;
-                    if (k->micro.a_in_rows || (k->micro.is_bf16 && a.col == 1))
-                        t.a_row = length * k->micro.a_step; /* in rows */
+                    if (!is_packed) k->micro.pack_a(packed_a, t.a, a.row, a.col, mc, kc), t.a = packed_a;
+                    t.a_row = 1, t.a_col = k->MR;
+                    if (k->micro.a_in_rows || (k->micro.is_bf16 && along)) t.a_row = length * k->micro.a_step; /* in rows */
                 }
                 /* the block of a that is packed next, if it is not this one */
                 const int64_t next_pc = pc + kc < K ? pc + kc : 0, next_ic = next_pc ? ic : ic + mc;
                 ahead next = {0};
-                if (next_ic < M)
+                if (!is_packed && next_ic < M)
                     next = rows_ahead(a.p + next_ic * a.row + next_pc * a.col, a, pyops_min(k->MC, M - next_ic),
                                       pyops_min(k->KC, K - next_pc));
                 block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more, &next);

@@ -462,7 +462,7 @@ enum { PYOPS_REDUCE_COLUMNS = 4096 };
 
 /* ---- packed products, for kernels that use an operand several times ------------------------
  * A packed A is panels of MR rows of one block of KC columns.  A packed B is panels of NR columns for each block of KC rows.
- * The last panel is padded with zeros.  Only gemm.c packs A.
+ * The last panel is padded with zeros.
  * With the precision bf16 each float of a packed B is replaced by a pair of bfloat16, the terms k and k + 1 of a sum, and a
  * packed A has such pairs, or two floats rounded to bfloat16.  With AMX a float32 is split into three bfloat16.
  */
@@ -510,6 +510,12 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
 static inline int64_t pyops_packed_b_row(const pyops_kernels *k, int64_t K, int64_t N) {
     return pyops_steps(k, K) * pyops_round_up(N, k->NR);
 }
+
+/* A factor a that several products with a packed b use: packed once, with room for pyops_packed_a_size floats, or a itself if it
+ * is read in place.  The column stride of a packed one is PYOPS_PACKED. */
+#define PYOPS_PACKED INT64_MIN
+int64_t pyops_packed_a_size(const pyops_kernels *k, pyops_view a, int64_t M, int64_t K);
+pyops_view pyops_pack_a(const pyops_kernels *k, float *packed, pyops_view a, int64_t M, int64_t K);
 
 /* Scratch of pyops_product_* for one thread, in floats, with k or with the table for products that belongs to it. */
 size_t pyops_product_scratch(const pyops_kernels *k);

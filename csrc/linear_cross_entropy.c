@@ -109,7 +109,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
         }
     }
 
-    const pyops_view weight_t = {weight, 1, D}, weight_n = {weight, D, 1};
+    const pyops_view weight_t = {weight, 1, D};
     float *const x_b = work + l.x, *const dx_b = work + l.dx, *const logits = work + l.logits, *const losses = work + l.losses;
     float *const maxima = work + l.maxima, *const factors = work + l.factors;
     const float scale = n_valid ? (adds ? dloss[0] : 1.0f) / (float)n_valid : 0.0f;
@@ -122,15 +122,19 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS)
     {
-        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k) + part_size, &failed);
-        float *const part = scratch ? scratch + pyops_product_scratch(k) : NULL;        /* of weight packed */
+        const size_t product = pyops_product_scratch(k);
+        const pyops_view x_rows = {x_b, D, 1};
+        float *const scratch = pyops_scratch_or_fail(product + part_size + (size_t)pyops_packed_a_size(k, x_rows, block, D),
+                                                     &failed);
+        float *const part = scratch ? scratch + product : NULL;         /* of weight packed */
         if (l.ahead) {
             #pragma omp for schedule(dynamic) nowait
-            for (int64_t v = 0; v < V; v += COLUMNS)
-                pyops_pack_b(k, work + l.w_logits, weight_t, D, V, v, pyops_min(v + COLUMNS, V));
-            #pragma omp for schedule(dynamic) nowait
-            for (int64_t d = 0; d < (gradients ? D : 0); d += k->NR)
-                pyops_pack_b(k, work + l.w_dx, weight_n, V, D, d, pyops_min(d + k->NR, D));
+            for (int64_t v = 0; v < V; v += COLUMNS) { /* both copies of a chunk, which is then in L2 */
+                const int64_t n = pyops_min(COLUMNS, V - v);
+                pyops_pack_b(k, work + l.w_logits, weight_t, D, V, v, v + n);
+                if (!gradients) continue;
+                pyops_pack_b(k, work + l.w_dx + pyops_packed_b_row(k, v, D), (pyops_view){weight + v * D, D, 1}, n, D, 0, D);
+            }
         }
         #pragma omp barrier                             /* every thread reads the same `failed` */
         const int go_on = !failed;
@@ -145,16 +149,16 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t r = 0; r < rows; r++) memcpy(x_b + r * D, x + row[r0 + r] * D, (size_t)D * sizeof *x_b);
 
             /* phase 1 */
+            const pyops_view x_a = pyops_pack_a(k, part + part_size, x_rows, rows, D);
             #pragma omp for schedule(dynamic)
             for (int64_t v = 0; v < V; v += COLUMNS) {
                 const int64_t n = pyops_min(COLUMNS, V - v);
                 float *z = chunk(logits, block, v);
                 if (l.ahead) {
-                    pyops_product_packed(k, z - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias, rows, V, D, v, v + n,
-                                         0, scratch);
+                    pyops_product_packed(k, z - v, LD, x_a, work + l.w_logits, bias, rows, V, D, v, v + n, 0, scratch);
                 } else {
                     pyops_pack_b(k, part, (pyops_view){weight + v * D, 1, D}, D, n, 0, n);
-                    pyops_product_packed(k, z, LD, (pyops_view){x_b, D, 1}, part, bias + v, rows, n, D, 0, n, 0, scratch);
+                    pyops_product_packed(k, z, LD, x_a, part, bias + v, rows, n, D, 0, n, 0, scratch);
                 }
                 for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r * LD, n);
             }
