@@ -20,6 +20,7 @@ __thread ThreadView *current;
 __thread Block *block;
 
 void die(const char *format, ...) {
+    flockfile(stderr); // two threads may find a mistake at the same time
     fputs("emulator: ", stderr);
     if (block) {
         const Launch &l = block->grid->launch;

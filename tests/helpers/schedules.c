@@ -200,6 +200,11 @@ ENTRY int omp_get_max_threads(void) {
     start();
     return wanted;
 }
+/* Shares of threads follow their speeds.  These are drawn, so that the seed repeats them. */
+ENTRY double omp_get_wtime(void) {
+    static double now;
+    return now += seed > 1 ? (double)(1 + draw(8)) : 1.0;
+}
 ENTRY void omp_set_num_threads(int threads) {
     start();
     wanted = threads < MOST ? threads : MOST;
