@@ -182,7 +182,8 @@ pyops_view pyops_pack_a(const pyops_kernels *k, float *packed, pyops_view a, int
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b, const float *bias,
                           int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch) {
     const int64_t padded = pyops_round_up(N, k->NR), parts = (K + k->KC - 1) / k->KC;
-    const int is_packed = a.col == PYOPS_PACKED, packs = is_packed || !is_fast_in_place(k, a);
+    const int is_packed = a.col == PYOPS_PACKED;
+    const int packs = is_packed || !is_fast_in_place(k, a);
     const int along = is_packed ? a.row == 1 : a.col == 1; /* whether rows of a were contiguous before it was packed */
     float *packed_a = scratch, *sums = scratch + block_of_a(k);
     if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, flags);
