@@ -247,11 +247,9 @@ static pyops_status threaded(const pyops_kernels *k, float *c, int64_t ldc, pyop
     const int64_t unit = in_rows ? 16 : 1;
     #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t t = 0; t < threads; t++) {
-        const int64_t row = t / tn, column = t % tn, first = row * tn;
-        const int64_t i = pyops_begin_of(in_rows, row, tm, 0, tn, M, unit),
-                      j = pyops_begin_of(paced, column, tn, first, 1, N, k->NR);
-        const int64_t rows = pyops_begin_of(in_rows, row + 1, tm, 0, tn, M, unit) - i;
-        const int64_t columns = pyops_begin_of(paced, column + 1, tn, first, 1, N, k->NR) - j;
+        const pyops_range down = pyops_part_of(in_rows, t / tn, tm, 0, tn, M, unit);
+        const pyops_range across = pyops_part_of(paced, t % tn, tn, t - t % tn, 1, N, k->NR);
+        const int64_t i = down.from, j = across.from, rows = down.to - i, columns = across.to - j;
         if (paced) paced->speeds[t] = 0.0;
         if (!rows || !columns) continue;
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);

@@ -595,9 +595,10 @@ static inline const pyops_pace *pyops_pace_in(const pyops_pace *p, int64_t threa
 }
 /* After a product whose threads have set their speeds. */
 void pyops_follow(pyops_pace *p);
-/* Where part `part` of n begins, a multiple of unit.  Each of the parts belongs to `members` threads from thread `first` on. */
-int64_t pyops_begin_of(const pyops_pace *p, int64_t part, int64_t parts, int64_t first, int64_t members, int64_t n,
-                       int64_t unit);
+/* Part `part` of n, in multiples of unit.  Each of the parts belongs to `members` threads from thread `first` on.  p NULL: equal
+ * parts */
+pyops_range pyops_part_of(const pyops_pace *p, int64_t part, int64_t parts, int64_t first, int64_t members, int64_t n,
+                          int64_t unit);
 
 /* ---- dropout: an element is kept if its random word is at least this ----------------------- */
 static inline uint32_t pyops_dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }

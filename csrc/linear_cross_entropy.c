@@ -200,9 +200,8 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             #pragma omp for schedule(static)
             for (int64_t t = 0; t < threads; t++) {
                 const int64_t r = t / across * share, n = pyops_min(share, rows - r);
-                const int64_t column = t % across, first = t - column;
-                const int64_t d = pyops_begin_of(paced, column, across, first, 1, D, k->NR);
-                const int64_t d1 = pyops_begin_of(paced, column + 1, across, first, 1, D, k->NR);
+                const pyops_range columns = pyops_part_of(paced, t % across, across, t - t % across, 1, D, k->NR);
+                const int64_t d = columns.from, d1 = columns.to;
                 if (n <= 0 || d >= d1) continue;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     const int64_t K = pyops_min(COLUMNS, V - v);

@@ -11,6 +11,7 @@ pyops_pace *pyops_pace_of(int64_t threads) {
     if (threads > PYOPS_PACED) return NULL;
     if (own.threads != threads) {
         for (int64_t t = 0; t < threads; t++) own.shares[t] = 1.0 / (double)threads;
+        /* in a test build the first thread is drawn to be slower or faster at first */
         own.shares[0] *= (double)PYOPS_TUNED(pace_first, 16, 4, 64, 1) / 16;
     }
     own.threads = threads;
@@ -32,8 +33,9 @@ void pyops_follow(pyops_pace *p) {
     for (int64_t t = 0; t < p->threads; t++) p->shares[t] /= sum;
 }
 
-int64_t pyops_begin_of(const pyops_pace *p, int64_t part, int64_t parts, int64_t first, int64_t members, int64_t n,
-                       int64_t unit) {
+/* Where a part begins. */
+static int64_t begin_of(const pyops_pace *p, int64_t part, int64_t parts, int64_t first, int64_t members, int64_t n,
+                        int64_t unit) {
     if (part == parts) return n;
     double before = (double)part, all = (double)parts;
     if (p) {
@@ -44,4 +46,10 @@ int64_t pyops_begin_of(const pyops_pace *p, int64_t part, int64_t parts, int64_t
         }
     }
     return pyops_min((int64_t)((double)n / (double)unit * before / all + 0.5) * unit, n);
+}
+
+pyops_range pyops_part_of(const pyops_pace *p, int64_t part, int64_t parts, int64_t first, int64_t members, int64_t n,
+                          int64_t unit) {
+    return (pyops_range){begin_of(p, part, parts, first, members, n, unit),
+                         begin_of(p, part + 1, parts, first, members, n, unit)};
 }

@@ -81,13 +81,11 @@ static inline pyops_status positions_of(positions *p, const char *who, const int
 /* The sequences of this thread, with its share of the positions. */
 static inline pyops_range share_of(const positions *p, int64_t T, int64_t B) {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const pyops_pace *const pace = pyops_pace_in(p->pace, threads);
-    const int64_t from = pyops_begin_of(pace, thread, threads, 0, 1, p->count, 1);
-    const int64_t to = pyops_begin_of(pace, thread + 1, threads, 0, 1, p->count, 1);
+    const pyops_range own = pyops_part_of(pyops_pace_in(p->pace, threads), thread, threads, 0, 1, p->count, 1);
     pyops_range share = {0, B};
     for (int64_t b = 0, before = 0; b < B; before += length_of(p, b++, T)) {
-        if (before < from) share.from = b + 1;
-        if (before >= to && thread < threads - 1 && b < share.to) share.to = b;
+        if (before < own.from) share.from = b + 1;
+        if (before >= own.to && thread < threads - 1 && b < share.to) share.to = b;
     }
     return share;
 }
