@@ -75,9 +75,12 @@ pyops/pyops.h: csrc/pyops.h
 pyops/device.h: cuda/device.h
 	cp $< $@
 
+# gcc lists the loops that it vectorises, for tests/project/test_build.py.  It appends to a list.
+VECTORISED := $(if $(findstring Free Software,$(shell $(CC) --version 2>/dev/null)),-fopt-info-vec-optimized)
+$(BUILD)/kernels/avx2.o $(BUILD)/kernels/avx512.o: REPORT = $(VECTORISED:%=%=$(@:.o=.vectorised))
 $(BUILD)/%.o: csrc/%.c Makefile | $(PROBE)
-	@mkdir -p $(dir $@)
-	$(call Q,$(CC))$(CC) $(CFLAGS) -c -o $@ $<
+	@mkdir -p $(dir $@) && rm -f $(@:.o=.vectorised)
+	$(call Q,$(CC))$(CC) $(CFLAGS) $(REPORT) -c -o $@ $<
 
 # NOT_SANITIZED: instruction sets whose kernels are compiled without the sanitizers in EXTRA_CFLAGS
 $(NOT_SANITIZED:%=$(BUILD)/kernels/%.o): CFLAGS += -fno-sanitize=all

@@ -454,6 +454,29 @@ def test_the_library_for_aarch64_computes_the_op_table_as_this_machine_does(tree
     assert ' 0 failed' in line and int(line.split()[0]) > 500
 
 
+def loops_that_are_not_vectorised(report):
+    """The places of `#pragma omp simd` in csrc/kernels that gcc's list of vectorised loops does not have."""
+    made = set(re.findall(r'csrc/kernels/(\w+[.]inc):(\d+):\d+: optimized: loop vectorized', report))
+    for path in sorted((ROOT / 'csrc/kernels').glob('*.inc')):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.strip() == '#pragma omp simd' and not {(path.name, str(number + n)) for n in (1, 2)} & made:
+                yield f'{path.name}:{number}'
+
+
+@pytest.mark.parametrize('isa', ['avx2', 'avx512'])
+def test_every_loop_with_omp_simd_is_vectorised(isa):
+    """gcc says nothing if it cannot: with AVX-512 codes of HiF8 were computed one by one."""
+    path = ROOT / f'build/c/kernels/{isa}.vectorised'
+    if not path.exists() or any(path.stat().st_mtime < part.stat().st_mtime for part in (ROOT / 'csrc/kernels').iterdir()):
+        pytest.skip(f'{path.relative_to(ROOT)} is missing or older than csrc/kernels: make CC=gcc')
+    report = path.read_text()
+    assert list(loops_that_are_not_vectorised(report)) == []
+    (line,) = (number for number, line in enumerate((ROOT / 'csrc/kernels/elementwise.inc').read_text().splitlines(), 1)
+               if 'row_silu(' in line)
+    missing = ''.join(entry for entry in report.splitlines(keepends=True) if f'elementwise.inc:{line + 2}:' not in entry)
+    assert list(loops_that_are_not_vectorised(missing)) == [f'elementwise.inc:{line + 1}']
+
+
 def test_make_help_tells_of_every_target():
     if not shutil.which('make'):
         pytest.skip('make is not installed')
