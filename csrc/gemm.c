@@ -18,32 +18,27 @@ enum { FROM_SUMS = 4, TO_SUMS = 8 };
 /* The largest tile of any instruction set: AMX has several tiles one below the other. */
 enum { MOST_MR = 128, MOST_NR = 32 };
 
-/* The rows of an operand that the next block packs. */
-typedef struct {
-    const float *p;
-    int64_t rows, lines, stride;        /* lines: cache lines of a row */
-} ahead;
-
-/* Rows mc of kc numbers of a that begin at p. */
-static ahead rows_ahead(const float *p, pyops_view a, int64_t mc, int64_t kc) {
+/* A part of an operand (rows,columns) that will be packed soon.  None if its strides are not those of a matrix. */
+static pyops_lines lines_of(pyops_view a, int64_t rows, int64_t columns) {
     enum { LINE = 16 };
-    if (a.col == 1) return (ahead){p, mc, (kc + LINE - 1) / LINE, a.row};
-    return a.row == 1 ? (ahead){p, kc, (mc + LINE - 1) / LINE, a.col} : (ahead){0};
+    if (rows <= 0 || columns <= 0) return (pyops_lines){0};
+    const int64_t of_row = (columns + LINE - 1) / LINE, of_column = (rows + LINE - 1) / LINE;
+    if (a.col == 1) return (pyops_lines){a.p, rows * of_row, of_row, a.row};
+    return a.row == 1 ? (pyops_lines){a.p, columns * of_column, of_column, a.col} : (pyops_lines){0};
 }
 
-/* Let tile number `tile` of `tiles` prefetch its share of them. */
-static void prefetch_share(pyops_tile *t, const ahead *next, int64_t tile, int64_t tiles) {
-    const int64_t share = (next->rows + tiles - 1) / tiles, first = pyops_min(tile * share, next->rows);
-    t->next = next->p + first * next->stride;
-    t->lines = pyops_min(share, next->rows - first) * next->lines;
-    t->run = next->lines, t->far = next->stride;
+/* The share of number `part` of `parts`, whole runs. */
+static pyops_lines share_of(pyops_lines all, int64_t part, int64_t parts) {
+    if (!all.lines) return all;
+    const int64_t runs = all.lines / all.run, share = (runs + parts - 1) / parts, first = pyops_min(part * share, runs);
+    return (pyops_lines){all.at + first * all.far, pyops_min(share, runs - first) * all.run, all.run, all.far};
 }
 
 /* c (mc,nc) = a (mc,kc) x packed b (kc,nc), tile by tile.  `t` holds the fields common to all tiles, with a and b at their
  * start and kc in steps.  Partial sums of unfinished tiles go to `sums`, stored tile after tile to avoid TLB misses and
  * cache-set conflicts.  Tiles at the edge of c go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int is_packed, const float *bias,
-                  int64_t mc, int64_t nc, int flags, const ahead *next) {
+                  int64_t mc, int64_t nc, int flags, pyops_lines next_a, pyops_lines next_b) {
     const int64_t NR = k->NR, kc = t.K, tiles = (mc + k->MR - 1) / k->MR;
     /* Rows of a tile.  A packed a has panels of MR rows; otherwise tiles are about equally high, because few rows have too few
      * sums to hide the latency of one: 16 rows are 8 and 8, not 14 and 2. */
@@ -73,7 +68,8 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
             t.a = a + i / MR * panel;
             t.rows = pyops_min(MR, mc - i);
             if (k->micro.is_split) {
-                prefetch_share(&t, next, j / NR * tiles + i / MR, (nc + NR - 1) / NR * tiles);
+                const int64_t tile = j / NR * tiles + i / MR, all = (nc + NR - 1) / NR * tiles;
+                t.ahead[0] = share_of(next_a, tile, all), t.ahead[1] = share_of(next_b, tile, all);
             } else if (!j && !is_packed) { /* prefetch the next rows of a, which may be far apart */
                 t.next = t.a + panel + (t.a_row == 1 ? MR - 1 : 0);
                 t.far = t.a_row == 1 ? t.a_col : PYOPS_RUN;
@@ -126,37 +122,6 @@ static void unpacked(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a
     if (flags & PYOPS_RELU) bias_only(c, ldc, NULL, M, N, flags | PYOPS_ADD);
 }
 
-void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
-                   int64_t N, int64_t K, int flags, float *scratch) {
-    float *packed_b = scratch, *packed_a = scratch + k->B;
-    if (!K) return bias_only(c, ldc, bias, M, N, flags);
-    const int in_place = !k->micro.is_bf16 && !k->micro.is_split;
-    if (in_place && is_few(a, b, M)) return k->few(c, a.p, b.p, bias, M, N, K, ldc, a.row, b.col, flags);
-    if (in_place && !bias && b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL))
-        return unpacked(k, c, ldc, a, b, M, N, K, flags);
-    /* rows and columns of b packed at a time; for few rows so few that they fit in L2 */
-    const int64_t steps = pyops_min(K, k->KB), floats = pyops_max(steps, pyops_steps(k, steps));
-    const int64_t most = K > k->KC ? SUMS : k->B / floats / k->NR * k->NR;
-    const int64_t columns = M <= PYOPS_FEW_ROWS ? pyops_min(most, 2 * k->NR) : most;
-    for (int64_t jc = 0; jc < N; jc += columns)
-        for (int64_t pb = 0; pb < K; pb += steps) {
-            const int64_t nc = pyops_min(columns, N - jc), kb = pyops_min(steps, K - pb);
-            pyops_pack_b(k, packed_b, (pyops_view){b.p + pb * b.row + jc * b.col, b.row, b.col}, kb, nc, 0, nc);
-            pyops_product_packed(k, c + jc, ldc, (pyops_view){a.p + pb * a.col, a.row, a.col}, packed_b,
-                                 bias && !pb ? bias + jc : NULL, M, nc, kb, 0, nc,
-                                 (pb ? PYOPS_ADD : flags & PYOPS_ADD) | (pb + kb < K ? 0 : flags & PYOPS_RELU), packed_a);
-        }
-}
-
-void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to) {
-    const int64_t padded = pyops_round_up(N, k->NR);
-    for (int64_t pc = 0; pc < K; pc += k->KC) {
-        const int64_t kc = pyops_min(k->KC, K - pc);
-        k->micro.pack_b(packed + pyops_steps(k, pc) * padded + from * pyops_steps(k, kc), b.p + pc * b.row + from * b.col,
-                        b.col, b.row, to - from, kc);
-    }
-}
-
 /* Whether a is float32 and reading it in place is as fast as reading a packed copy.  Its rows (contiguous along K) must not
  * all map to the same 8-way L1 set. */
 static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
@@ -164,24 +129,14 @@ static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
     return a.row == 1 ? k->any_col : a.col == 1 && (k->MR <= 8 || a.row % 1024);
 }
 
-int64_t pyops_packed_a_size(const pyops_kernels *k, pyops_view a, int64_t M, int64_t K) {
-    return is_fast_in_place(k, a) ? 0 : (M + k->MC - 1) / k->MC * ((K + k->KC - 1) / k->KC) * block_of_a(k);
-}
+static int64_t blocks_of(const pyops_kernels *k, int64_t K) { return (K + k->KC - 1) / k->KC; }
 
-pyops_view pyops_pack_a(const pyops_kernels *k, float *packed, pyops_view a, int64_t M, int64_t K) {
-    if (is_fast_in_place(k, a)) return a;
-    float *to = packed;
-    for (int64_t ic = 0; ic < M; ic += k->MC)
-        for (int64_t pc = 0; pc < K; pc += k->KC, to += block_of_a(k))
-            k->micro.pack_a(to, a.p + ic * a.row + pc * a.col, a.row, a.col, pyops_min(k->MC, M - ic),
-                            pyops_min(k->KC, K - pc));
-    return (pyops_view){packed, a.col, PYOPS_PACKED};
-}
-
-/* Rows of c in the outer loop, blocks of K in the inner: partial sums of a block of c stay in L2, and c is written once. */
-void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b, const float *bias,
-                          int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch) {
-    const int64_t padded = pyops_round_up(N, k->NR), parts = (K + k->KC - 1) / k->KC;
+/* Rows of c in the outer loop, blocks of K in the inner: partial sums of a block of c stay in L2, and c is written once.
+ * parts: blocks of KC in a row of a packed a.   next_b: what the caller packs next */
+static void product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
+                           const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
+                           float *scratch, int64_t parts, pyops_lines next_b) {
+    const int64_t padded = pyops_round_up(N, k->NR);
     const int is_packed = a.col == PYOPS_PACKED;
     const int packs = is_packed || !is_fast_in_place(k, a);
     const int along = is_packed ? a.row == 1 : a.col == 1; /* whether rows of a were contiguous before it was packed */
@@ -205,12 +160,72 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                 }
                 /* the block of a that is packed next, if it is not this one */
                 const int64_t next_pc = pc + kc < K ? pc + kc : 0, next_ic = next_pc ? ic : ic + mc;
-                ahead next = {0};
+                pyops_lines next = {0};
                 if (!is_packed && next_ic < M)
-                    next = rows_ahead(a.p + next_ic * a.row + next_pc * a.col, a, pyops_min(k->MC, M - next_ic),
-                                      pyops_min(k->KC, K - next_pc));
-                block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more, &next);
+                    next = lines_of((pyops_view){a.p + next_ic * a.row + next_pc * a.col, a.row, a.col},
+                                    pyops_min(k->MC, M - next_ic), pyops_min(k->KC, K - next_pc));
+                block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more, next,
+                      share_of(next_b, ic / k->MC, (M + k->MC - 1) / k->MC));
             }
+}
+
+void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b, const float *bias,
+                          int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch) {
+    product_packed(k, c, ldc, a, packed_b, bias, M, N, K, from, to, flags, scratch, blocks_of(k, K), (pyops_lines){0});
+}
+
+void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
+                   int64_t N, int64_t K, int flags, float *scratch) {
+    const int in_place = K && !k->micro.is_bf16 && !k->micro.is_split;
+    if (in_place && is_few(a, b, M)) return k->few(c, a.p, b.p, bias, M, N, K, ldc, a.row, b.col, flags);
+    if (in_place && !bias && b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL))
+        return unpacked(k, c, ldc, a, b, M, N, K, flags);
+    pyops_product_in_blocks(k, c, ldc, a, b, bias, M, N, K, flags, scratch);
+}
+
+void pyops_product_in_blocks(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                             int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
+    float *packed_b = scratch, *packed_a = scratch + k->B;
+    if (!K) return bias_only(c, ldc, bias, M, N, flags);
+    /* rows and columns of b packed at a time; for few rows so few that they fit in L2 */
+    const int64_t steps = pyops_min(K, k->KB), floats = pyops_max(steps, pyops_steps(k, steps));
+    const int64_t most = K > k->KC ? SUMS : k->B / floats / k->NR * k->NR;
+    const int64_t columns = M <= PYOPS_FEW_ROWS ? pyops_min(most, 2 * k->NR) : most;
+    for (int64_t jc = 0; jc < N; jc += columns)
+        for (int64_t pb = 0; pb < K; pb += steps) {
+            const int64_t nc = pyops_min(columns, N - jc), kb = pyops_min(steps, K - pb);
+            const int64_t next_pb = pb + kb < K ? pb + kb : 0, next_jc = next_pb ? jc : jc + nc;
+            const pyops_view next_b = {b.p + next_pb * b.row + next_jc * b.col, b.row, b.col};
+            const pyops_view of_a = a.col == PYOPS_PACKED ? (pyops_view){a.p + pb / k->KC * block_of_a(k), a.row, a.col}
+                                                          : (pyops_view){a.p + pb * a.col, a.row, a.col};
+            pyops_pack_b(k, packed_b, (pyops_view){b.p + pb * b.row + jc * b.col, b.row, b.col}, kb, nc, 0, nc);
+            product_packed(k, c + jc, ldc, of_a, packed_b, bias && !pb ? bias + jc : NULL, M, nc, kb, 0, nc,
+                           (pb ? PYOPS_ADD : flags & PYOPS_ADD) | (pb + kb < K ? 0 : flags & PYOPS_RELU), packed_a,
+                           blocks_of(k, K), lines_of(next_b, pyops_min(steps, K - next_pb), pyops_min(columns, N - next_jc)));
+        }
+}
+
+void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to) {
+    const int64_t padded = pyops_round_up(N, k->NR);
+    for (int64_t pc = 0; pc < K; pc += k->KC) {
+        const int64_t kc = pyops_min(k->KC, K - pc);
+        k->micro.pack_b(packed + pyops_steps(k, pc) * padded + from * pyops_steps(k, kc), b.p + pc * b.row + from * b.col,
+                        b.col, b.row, to - from, kc);
+    }
+}
+
+int64_t pyops_packed_a_size(const pyops_kernels *k, pyops_view a, int64_t M, int64_t K) {
+    return is_fast_in_place(k, a) ? 0 : (M + k->MC - 1) / k->MC * ((K + k->KC - 1) / k->KC) * block_of_a(k);
+}
+
+pyops_view pyops_pack_a(const pyops_kernels *k, float *packed, pyops_view a, int64_t M, int64_t K) {
+    if (is_fast_in_place(k, a)) return a;
+    float *to = packed;
+    for (int64_t ic = 0; ic < M; ic += k->MC)
+        for (int64_t pc = 0; pc < K; pc += k->KC, to += block_of_a(k))
+            k->micro.pack_a(to, a.p + ic * a.row + pc * a.col, a.row, a.col, pyops_min(k->MC, M - ic),
+                            pyops_min(k->KC, K - pc));
+    return (pyops_view){packed, a.col, PYOPS_PACKED};
 }
 
 /* Rows of the grid of threads: tm * tn threads read A tn times and pack B tm times.  Each thread gets more than

@@ -252,6 +252,12 @@ enum {
     PYOPS_RELU = 2                  /* c = max(c, 0) after everything else */
 };
 
+/* So many cache lines to prefetch into L2: `run` adjacent ones, then others `far` floats after them. */
+typedef struct {
+    const float *at;
+    int64_t lines, run, far;
+} pyops_lines;
+
 /* One tile of a product: c (rows,NR) = a (rows,K) b (K,NR) + bias (NR) + before (rows,NR), followed by max(c, 0) if relu. */
 typedef struct {
     const float *a, *b, *bias, *before;     /* b packed; bias and before may be NULL, before may be c */
@@ -265,8 +271,7 @@ typedef struct {
      * floats after every PYOPS_RUN steps. */
     const float *next;
     int64_t far, jump;
-    /* With split factors instead: so many cache lines from `next` on, `run` adjacent ones, then others `far` floats after them. */
-    int64_t lines, run;
+    pyops_lines ahead[2]; /* with split factors instead: of a and b */
 } pyops_tile;
 
 enum { PYOPS_RUN = 16 }; /* cache lines in a row of KC floats */
@@ -523,6 +528,10 @@ size_t pyops_product_scratch(const pyops_kernels *k);
 /* One thread: c (M,N) = a (M,K) b (K,N) + bias; flags: PYOPS_ADD, PYOPS_RELU. */
 void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
                    int64_t N, int64_t K, int flags, float *scratch);
+/* The same, and a may be packed.  It always packs b, block by block, also for a few rows: then the sums have the order of
+ * pyops_product_packed. */
+void pyops_product_in_blocks(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                             int64_t M, int64_t N, int64_t K, int flags, float *scratch);
 /* The same with a packed b, for the columns [from, to) of c; `from` is a multiple of NR. */
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b, const float *bias,
                           int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch);

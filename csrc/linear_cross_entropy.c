@@ -113,10 +113,6 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     float *const x_b = work + l.x, *const dx_b = work + l.dx, *const logits = work + l.logits, *const losses = work + l.losses;
     float *const maxima = work + l.maxima, *const factors = work + l.factors;
     const float scale = n_valid ? (adds ? dloss[0] : 1.0f) / (float)n_valid : 0.0f;
-    /* (D,COLUMNS) or (COLUMNS,D) */
-    const size_t part_size = l.ahead
-        ? 0
-        : (size_t)pyops_max(pyops_packed_b_size(k, D, COLUMNS), pyops_packed_b_size(k, COLUMNS, D));
     const pyops_pace *const pace = pyops_pace_of(omp_get_max_threads());
     double sum = 0.0;
     int failed = 0;
@@ -124,9 +120,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     {
         const size_t product = pyops_product_scratch(k);
         const pyops_view x_rows = {x_b, D, 1};
-        float *const scratch = pyops_scratch_or_fail(product + part_size + (size_t)pyops_packed_a_size(k, x_rows, block, D),
-                                                     &failed);
-        float *const part = scratch ? scratch + product : NULL;         /* of weight packed */
+        float *const scratch = pyops_scratch_or_fail(product + (size_t)pyops_packed_a_size(k, x_rows, block, D), &failed);
         if (l.ahead) {
             #pragma omp for schedule(dynamic) nowait
             for (int64_t v = 0; v < V; v += COLUMNS) { /* both copies of a chunk, which is then in L2 */
@@ -149,7 +143,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t r = 0; r < rows; r++) memcpy(x_b + r * D, x + row[r0 + r] * D, (size_t)D * sizeof *x_b);
 
             /* phase 1 */
-            const pyops_view x_a = pyops_pack_a(k, part + part_size, x_rows, rows, D);
+            const pyops_view x_a = pyops_pack_a(k, scratch + product, x_rows, rows, D);
             #pragma omp for schedule(dynamic)
             for (int64_t v = 0; v < V; v += COLUMNS) {
                 const int64_t n = pyops_min(COLUMNS, V - v);
@@ -157,8 +151,8 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 if (l.ahead) {
                     pyops_product_packed(k, z - v, LD, x_a, work + l.w_logits, bias, rows, V, D, v, v + n, 0, scratch);
                 } else {
-                    pyops_pack_b(k, part, (pyops_view){weight + v * D, 1, D}, D, n, 0, n);
-                    pyops_product_packed(k, z, LD, x_a, part, bias + v, rows, n, D, 0, n, 0, scratch);
+                    pyops_product_in_blocks(k, z, LD, x_a, (pyops_view){weight + v * D, 1, D}, bias + v, rows, n, D, 0,
+                                            scratch);
                 }
                 for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r * LD, n);
             }
@@ -211,8 +205,8 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                         pyops_product_packed(k, dx_b + r * D, D, dz, work + l.w_dx + pyops_packed_b_row(k, v, D), NULL, n, D, K,
                                              d, d1, flags, scratch);
                     } else {
-                        pyops_pack_b(k, part, (pyops_view){weight + v * D + d, D, 1}, K, d1 - d, 0, d1 - d);
-                        pyops_product_packed(k, dx_b + r * D + d, D, dz, part, NULL, n, d1 - d, K, 0, d1 - d, flags, scratch);
+                        pyops_product_in_blocks(k, dx_b + r * D + d, D, dz, (pyops_view){weight + v * D + d, D, 1}, NULL, n,
+                                                d1 - d, K, flags, scratch);
                     }
                 }
                 for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i] * D + d, dx_b + i * D + d, factors[i], d1 - d);

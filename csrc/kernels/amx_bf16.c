@@ -62,24 +62,24 @@ static void emulated_dpbf16ps(int c, int a, int b) {
         if (down && across) TILE(dpbf16ps, 3, 5, 7); \
     } while (0)
 
-/* Cache lines to prefetch, see pyops_tile. */
+/* line: of the run */
 typedef struct {
-    const float *at;
-    int64_t line, run, far, left;
+    pyops_lines of;
+    int64_t line;
 } stream;
 
 INLINED void prefetch_lines(stream *s, int64_t n) {
-    for (int64_t i = pyops_min(n, s->left); i > 0; i--, s->left--) {
-        __builtin_prefetch(s->at, 0, 2);
-        s->at += SIDE;
-        if (++s->line == s->run) s->line = 0, s->at += s->far - s->run * SIDE;
+    for (int64_t i = pyops_min(n, s->of.lines); i > 0; i--, s->of.lines--) {
+        __builtin_prefetch(s->of.at, 0, 2);
+        s->of.at += SIDE;
+        if (++s->line == s->of.run) s->line = 0, s->of.at += s->of.far - s->of.run * SIDE;
     }
 }
 
 /* c (32,32) = start + the product of `steps` steps.   start: sums, ld_start apart: 0 for one row that all begin with; or NULL.
  * a: tiles of 16 rows, `below` apart.   split: the factors are parts of floats, tile after tile */
 INLINED void tile_product(float *c, int64_t ldc, const float *start, int64_t ld_start, const float *a, int64_t below,
-                          const float *b, int64_t steps, stream *next, const int down, const int across, const int split) {
+                          const float *b, int64_t steps, stream *ahead, const int down, const int across, const int split) {
     before_tiles_read(a), before_tiles_read(b), before_tiles_read(start);
     if (start) {
         EACH_SUM(loadd, start, ld_start);
@@ -108,12 +108,12 @@ INLINED void tile_product(float *c, int64_t ldc, const float *start, int64_t ld_
         }
         PART_OF_B(0);
         ADD_PRODUCTS();
-        prefetch_lines(next, 4);
+        prefetch_lines(ahead, 4);
         PART_OF_A(2);
         ADD_PRODUCTS();
         PART_OF_A(0);
         ADD_PRODUCTS();
-        prefetch_lines(next, 4);
+        prefetch_lines(ahead + 1, 8);
         PART_OF_B(1);
         ADD_PRODUCTS();
         PART_OF_B(2);
@@ -135,7 +135,7 @@ INLINED void gemm_of(const pyops_tile *t, const int across, const int split) {
     const int64_t unit = split ? SPLIT_STEPS : SIDE;
     const int64_t whole = t->K / unit * unit, rest = t->K - whole, below = pyops_round_up(t->K, unit) * SIDE;
     float sums[TILE_M * TILE_N] __attribute__((aligned(64)));
-    stream next = {t->next, 0, t->run, t->far, split ? t->lines : 0};
+    stream ahead[2] = {{t->ahead[0], 0}, {t->ahead[1], 0}};
     for (int64_t i = 0; i < t->rows; i += TILE_M) {
         const int64_t rows = pyops_min(TILE_M, t->rows - i);
         const float *const a = t->a + i / SIDE * below, *start = t->bias;
@@ -149,12 +149,12 @@ INLINED void gemm_of(const pyops_tile *t, const int across, const int split) {
             for (int64_t r = 0; r < TILE_M; r++)
                 for (int64_t j = 0; j < TILE_N; j += SIDE) __builtin_prefetch(c + r * ld + j, 1);
         }
-        if (rows <= SIDE) tile_product(to, ld, start, ld_start, a, below, t->b, whole, &next, 0, across, split);
-        else tile_product(to, ld, start, ld_start, a, below, t->b, whole, &next, 1, across, split);
+        if (rows <= SIDE) tile_product(to, ld, start, ld_start, a, below, t->b, whole, ahead, 0, across, split);
+        else tile_product(to, ld, start, ld_start, a, below, t->b, whole, ahead, 1, across, split);
         if (!split && rest) { /* what follows b in memory may be a NaN, so its product with 0 is not 0 */
             float b[SIDE * TILE_N] __attribute__((aligned(64))) = {0};
             pyops_copy(b, t->b + whole * TILE_N, rest * TILE_N);
-            tile_product(to, ld, to, ld, a + whole * SIDE, below, b, SIDE, &next, 1, across, split);
+            tile_product(to, ld, to, ld, a + whole * SIDE, below, b, SIDE, ahead, 1, across, split);
         }
         const int adds_bias = t->bias && t->before;
         if (to == c && !adds_bias && !t->relu) continue;
