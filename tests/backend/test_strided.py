@@ -242,6 +242,37 @@ def test_functions_over_all_of_float():
         assert ulps(y[~special], want[~special]).max() <= 4, name
 
 
+@quiet
+def test_sin_and_cos_near_their_zeros_and_of_large_numbers():
+    rng = np.random.default_rng(24)
+    halves = np.concatenate([np.arange(1, 40_000), rng.integers(1, 2**24, 40_000), 2.0 ** np.arange(18, 60)]) * (np.pi / 2)
+    ends = 33554430, 33554432, 33554436, 3.4028235e38
+    x = np.concatenate([halves, 2.0 ** rng.uniform(-149, 128, 100_000), ends]).astype('f')
+    x = np.concatenate([x, -x])
+    y = np.empty_like(x)
+    for name, want in (('sin', np.sin), ('cos', np.cos)):
+        launch('strided_unary', number(name), arrays=(y, x))
+        assert ulps(y, want(x.astype('d'))).max() <= (2 if ON_GPU else 0.65), name
+
+
+@on_the_cpu
+@quiet
+def test_sin_and_cos_do_not_depend_on_a_large_neighbour():
+    x = np.random.default_rng(25).standard_normal(3000).astype('f') * 100
+    for name in ('sin', 'cos'):
+        small, large, strided = (np.empty_like(x) for _ in range(3))
+        launch('strided_unary', number(name), arrays=(small, x))
+        mixed = x.copy()
+        mixed[::100] = large_number = np.float32(1e30)
+        launch('strided_unary', number(name), arrays=(large, mixed))
+        kept = mixed != large_number
+        same(large[kept], small[kept])
+        launch('strided_unary', number(name), arrays=(strided, np.repeat(x, 2)[::2]))
+        same(strided, small)
+        launch('strided_unary', number(name), arrays=(mixed, mixed))             # in place
+        same(mixed, large)
+
+
 @on_the_cpu
 @quiet
 def test_functions_of_float64():
