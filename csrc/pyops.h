@@ -246,7 +246,7 @@ PYOPS_API pyops_status pyops_gelu_tanh_backward(
  * Axes are merged and reordered internally; no memory outside the elements is touched.
  * y may be an input with the same strides; otherwise it must not overlap any input.
  *
- * unary        y[i] = op(x[i]);   includes copy.   int32: copy, negate, abs
+ * unary        y[i] = op(x[i]);   includes copy.   int32: copy, negate, abs.   round: halves to even;   sign of NaN: NaN
  * binary       y[i] = op(a[i], b[i]);   comparisons give 1 or 0.   int32: all but divide; modulo 2^32
  *              floor_divide and remainder round towards minus infinity, as in Python; int32 by 0 gives 0
  *              and, or, xor: bit by bit; float: 1 or 0, of the truth values of a and b
@@ -260,7 +260,8 @@ PYOPS_API pyops_status pyops_gelu_tanh_backward(
  */
 typedef enum {
     PYOPS_OP_COPY = 0, PYOPS_OP_NEGATE, PYOPS_OP_ABS, PYOPS_OP_SQRT, PYOPS_OP_EXP, PYOPS_OP_LOG, PYOPS_OP_TANH,
-    PYOPS_OP_SIGMOID, PYOPS_OP_FLOOR, PYOPS_OP_SIN, PYOPS_OP_COS
+    PYOPS_OP_SIGMOID, PYOPS_OP_FLOOR, PYOPS_OP_SIN, PYOPS_OP_COS, PYOPS_OP_EXPM1, PYOPS_OP_LOG1P, PYOPS_OP_ARCTAN,
+    PYOPS_OP_ARCSIN, PYOPS_OP_ARCCOS, PYOPS_OP_ERF, PYOPS_OP_ROUND, PYOPS_OP_CEIL, PYOPS_OP_TRUNC, PYOPS_OP_SIGN
 } pyops_unary_op;
 typedef enum {
     PYOPS_OP_ADD = 0, PYOPS_OP_SUBTRACT, PYOPS_OP_MULTIPLY, PYOPS_OP_DIVIDE, PYOPS_OP_POWER, PYOPS_OP_MAXIMUM,

@@ -78,6 +78,16 @@ static double unary(double x, int op) {
     case PYOPS_OP_FLOOR:   return floor(x);
     case PYOPS_OP_SIN:     return sin(x);
     case PYOPS_OP_COS:     return cos(x);
+    case PYOPS_OP_EXPM1:   return expm1(x);
+    case PYOPS_OP_LOG1P:   return log1p(x);
+    case PYOPS_OP_ARCTAN:  return atan(x);
+    case PYOPS_OP_ARCSIN:  return asin(x);
+    case PYOPS_OP_ARCCOS:  return acos(x);
+    case PYOPS_OP_ERF:     return erf(x);
+    case PYOPS_OP_ROUND:   return rint(x);
+    case PYOPS_OP_CEIL:    return ceil(x);
+    case PYOPS_OP_TRUNC:   return trunc(x);
+    case PYOPS_OP_SIGN:    return x > 0.0 ? 1.0 : x < 0.0 ? -1.0 : x == 0.0 ? 0.0 : x;
     default:               return x;
     }
 }
@@ -149,7 +159,7 @@ static void to_int32_row(char *const *p, const int64_t *step, int64_t n, int op)
 pyops_status pyops_strided_unary_double(double *y, const double *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
                                         int32_t op, void *stream) {
     (void)stream;
-    const pyops_status status = check_strided("strided_unary_double", op, PYOPS_OP_COS, shape, ndim);
+    const pyops_status status = check_strided("strided_unary_double", op, PYOPS_OP_SIGN, shape, ndim);
     if (!status) elementwise(unary_row, op, 2, (void *[]){y, (void *)x}, (int64_t[]){REAL, REAL}, shape, strides, ndim);
     return status;
 }

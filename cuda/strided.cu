@@ -78,6 +78,16 @@ UNARY(Sigmoid, float, float, sigmoid(x))
 UNARY(Floor, float, float, floorf(x))
 UNARY(Sin, float, float, sinf(x))
 UNARY(Cos, float, float, cosf(x))
+UNARY(Expm1, float, float, expm1f(x))
+UNARY(Log1p, float, float, log1pf(x))
+UNARY(Arctan, float, float, atanf(x))
+UNARY(Arcsin, float, float, asinf(x))
+UNARY(Arccos, float, float, acosf(x))
+UNARY(Erf, float, float, erff(x))
+UNARY(Round, float, float, rintf(x))
+UNARY(Ceil, float, float, ceilf(x))
+UNARY(Trunc, float, float, truncf(x))
+UNARY(Sign, float, float, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? 0.0f : x)
 UNARY(NegateInt, int32_t, int32_t, negated(x))
 UNARY(AbsInt, int32_t, int32_t, x < 0 ? negated(x) : x)
 UNARY(FromInt, float, int32_t, static_cast<float>(x))
@@ -438,7 +448,17 @@ static pyops_status unary(const Geometry &g, int op, float *y, const Operand<flo
     case PYOPS_OP_FLOOR:   return elementwise(g, Floor(), y, x);
     case PYOPS_OP_SIN:     return elementwise(g, Sin(), y, x);
     case PYOPS_OP_COS:     return elementwise(g, Cos(), y, x);
-    default:               return check_op(g.who, op, PYOPS_OP_COS);
+    case PYOPS_OP_EXPM1:   return elementwise(g, Expm1(), y, x);
+    case PYOPS_OP_LOG1P:   return elementwise(g, Log1p(), y, x);
+    case PYOPS_OP_ARCTAN:  return elementwise(g, Arctan(), y, x);
+    case PYOPS_OP_ARCSIN:  return elementwise(g, Arcsin(), y, x);
+    case PYOPS_OP_ARCCOS:  return elementwise(g, Arccos(), y, x);
+    case PYOPS_OP_ERF:     return elementwise(g, Erf(), y, x);
+    case PYOPS_OP_ROUND:   return elementwise(g, Round(), y, x);
+    case PYOPS_OP_CEIL:    return elementwise(g, Ceil(), y, x);
+    case PYOPS_OP_TRUNC:   return elementwise(g, Trunc(), y, x);
+    case PYOPS_OP_SIGN:    return elementwise(g, Sign(), y, x);
+    default:               return check_op(g.who, op, PYOPS_OP_SIGN);
     }
 }
 

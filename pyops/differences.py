@@ -44,14 +44,8 @@ class Double(np.ndarray):
 
     stored = numpy
 
-    def floor(self):
-        return np.floor(self)
-
-    def exp(self):
-        return np.exp(self)
-
-    def tanh(self):
-        return np.tanh(self)
+    def _unary(self, op):
+        return getattr(np, op)(self)
 
     def _function(self, name):
         return lambda *args: np.asarray(getattr(np, name)(*args)).view(Double)

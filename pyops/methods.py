@@ -299,9 +299,7 @@ class Methods:
 
     def log1p(self) -> Self:
         """Return log(1 + x), accurate for small x."""
-        y, x = (self + 1.0).log(), self._plain()
-        # 1 + x is rounded; the derivative of log times the error corrects that
-        return y + self._constant(x._function('where')(abs(x) < 0.5, (x - ((x + 1) - 1)) / (x + 1), 0))
+        return self._unary('log1p')
 
     def floor(self) -> Self:
         """Return the largest whole number that is at most x, without a gradient."""
@@ -309,7 +307,7 @@ class Methods:
 
     def ceil(self) -> Self:
         """Return the smallest whole number that is at least x, without a gradient."""
-        return -(-self)._unary('floor')
+        return self._unary('ceil')
 
     def abs(self) -> Self:
         """Return the absolute value."""
@@ -330,16 +328,13 @@ class Methods:
     def sign(self) -> Self:
         """Return 1, 0 or -1 in the dtype of x; NaN for NaN.  It has no gradient."""
         x = self._plain()
-        signs = ((x > 0) * 1 - (x < 0) * 1).astype(x.dtype)
-        return self._constant(signs if x.dtype.kind != 'f' else signs / (x == x))       # 0 / 0 for NaN
+        return self._constant(x._unary('sign') if x.dtype.kind == 'f' else ((x > 0) * 1 - (x < 0) * 1).astype(x.dtype))
 
     @accepts_torch_names
     def round(self, decimals: int = 0) -> Self:
         """Return x rounded to a number of decimals, halves to even, without a gradient."""
         x = self._plain() * 10.0 ** decimals if decimals else self._plain()
-        below = x.floor()
-        rest = x - below
-        y = below + ((rest > 0.5) | (rest == 0.5) & (below % 2 == 1)).astype(x.dtype)
+        y = x._unary('round')
         return self._constant(y / 10.0 ** decimals if decimals else y)
 
     __round__ = round

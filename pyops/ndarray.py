@@ -725,7 +725,7 @@ class NDArray(Array, FurtherMethods):
         y = _SMALL_UNARY[op](self)
         if y is not None:
             return y
-        if self.dtype is INT and op == 'floor':
+        if self.dtype is INT and op in _WHOLE:
             return self.copy()
         if op == 'negate' and self.is_mask:
             raise TypeError('-: a mask has no negative; use ~mask for its inverse, -mask.astype(int) for numbers')
@@ -1078,8 +1078,10 @@ _BINARY_OPS = ('add', 'subtract', 'multiply', 'divide', 'power', 'maximum', 'min
                'xor', *sorted(_COMPARISONS))
 _SMALL_BINARY = {op: small.binary(NDArray, op, op in _COMPARISONS, op in _KEEPS_MASKS | _MIXES_MASKS) for op in _BINARY_OPS}
 _SMALL_SCALAR = {op: small.scalar(NDArray, op, op in _COMPARISONS) for op in _BINARY_OPS}
+_WHOLE = 'floor', 'round', 'ceil', 'trunc'              # of int32 they are copies
 _SMALL_UNARY = {op: small.unary(NDArray, op) for op in ('copy', 'negate', 'abs', 'sqrt', 'exp', 'log', 'tanh', 'sigmoid',
-                                                        'floor', 'sin', 'cos')}
+                                                        'floor', 'sin', 'cos', 'expm1', 'log1p', 'arctan', 'arcsin',
+                                                        'arccos', 'erf', 'round', 'ceil', 'trunc', 'sign')}
 _SMALL_REDUCE = {op: small.reduce(NDArray, op) for op in ('sum', 'max', 'min')}
 _small_convert, _small_matmul, _small_where = small.convert(NDArray), small.matmul(NDArray), small.where(NDArray)
 _small_assign, _small_take, (_small_get, _small_put) = small.in_place('copy'), small.take(NDArray), small.elements(NDArray)
@@ -1674,15 +1676,6 @@ def pad_axes(a: NDArray, widths: Any, value: float = 0) -> NDArray:
 
 
 pad = pad_axes
-
-
-def erf(a: NDArray) -> NDArray:
-    """Return the error function, computed in float64, in the dtype of a (float32 for integers)."""
-    x = (a.astype(DOUBLE) * math.sqrt(2)).compact()
-    y = empty(x.shape, DOUBLE, x.device)
-    if x.size:
-        backend.launch('normal_cdf_double', y, x, x.size)
-    return (y * 2 - 1).astype(a.dtype if a.dtype is not INT else FLOAT)
 
 
 def _on_device(name: str) -> Callable[..., NDArray]:

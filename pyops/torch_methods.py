@@ -38,10 +38,7 @@ class TorchMethods(Methods):
 
     def expm1(self) -> Self:
         """Return e^x - 1, accurate for small x."""
-        y, x = self.exp() - 1, self._plain()
-        # e^x is rounded; a constant corrects that, and the gradient is the one of e^x
-        accurate = (x / 2).tanh() * (x.exp() + 1)
-        return y + self._constant(x._function('where')(abs(x) < 0.5, accurate - (x.exp() - 1), 0))
+        return self._unary('expm1')
 
     def log2(self) -> Self:
         """Return the logarithm to base 2."""
@@ -61,25 +58,15 @@ class TorchMethods(Methods):
 
     def arctan(self) -> Self:
         """Return the angle whose tangent is x, from -pi/2 to pi/2."""
-        where = self._function('where')
-        far = abs(self) > 1
-        t = where(far, 1.0 / where(far, self, 1.0), self)
-        for _ in range(2):                      # half of the angle, twice: at most pi / 16
-            t = t / ((t * t + 1).sqrt() + 1)
-        square, terms = t * t, 12 if self.dtype == np.float64 else 6
-        series: Any = 1 / (2 * terms + 1)
-        for k in reversed(range(terms)):        # 1 - t^2 / 3 + t^4 / 5 ...
-            series = 1 / (2 * k + 1) - square * series
-        angle = t * series * 4
-        return where(far, where(self > 0, 1.0, -1.0).astype(angle.dtype) * (math.pi / 2) - angle, angle)
+        return self._unary('arctan')
 
     def arcsin(self) -> Self:
         """Return the angle whose sine is x, from -pi/2 to pi/2; NaN beyond -1 and 1."""
-        return (self / ((1.0 - self) * (self + 1.0)).sqrt()).arctan()
+        return self._unary('arcsin')
 
     def arccos(self) -> Self:
         """Return the angle whose cosine is x, from 0 to pi; NaN beyond -1 and 1."""
-        return ((1.0 - self) / (self + 1.0)).sqrt().arctan() * 2
+        return self._unary('arccos')
 
     def arctan2(self, other: Numbers) -> Self:
         """Return the angle of the points (other, x), from -pi to pi; 0 for (0, 0)."""
@@ -93,12 +80,12 @@ class TorchMethods(Methods):
         return where(steep, half - angle, where(x < 0, angle + half * 2, angle))
 
     def erf(self) -> Self:
-        """Return the error function, computed in float64; on the CPU only."""
-        return self._function('erf')(self)
+        """Return the error function."""
+        return self._unary('erf')
 
     def trunc(self) -> Self:
         """Return the next whole number towards 0, without a gradient."""
-        return self._function('where')(self < 0, self.ceil(), self.floor())
+        return self._unary('trunc')
 
     def frac(self) -> Self:
         """Return x - x.trunc()."""

@@ -55,7 +55,7 @@ NOTES = {
     'nonzero': 'an array per axis, as numpy; `F.nonzero` and `argwhere` one of rows, as PyTorch',
     'unique': "numpy's arguments; without a gradient", 'mode': 'with int32 indices', 'inverse': 'computed in float64',
     'copysign': 'the sign has no gradient', 'heaviside': 'without a gradient',
-    'searchsorted': "numpy's; `F.searchsorted` is PyTorch's", 'erf': 'computed in float64, on the CPU only',
+    'searchsorted': "numpy's; `F.searchsorted` is PyTorch's",
     'floor_divide': 'without a gradient', 'trunc': 'without a gradient', 'bincount': 'without a gradient',
     'scatter': 'of equal places the last counts', 'float_power': 'float64; in place the dtype of x',
     'is_leaf': "a bool, as in PyTorch; needle's `x.is_leaf()` cannot be called",

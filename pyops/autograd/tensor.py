@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import mmap
 import numbers
 import operator as operators
@@ -21,7 +20,6 @@ from pyops.hooks import Hook
 from pyops.methods import accepts_torch_names, accepts_tuple, arrays_of, flipped_axes, normal_axes, numpy_dtype, several
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
-from pyops.ops.double import NormalCDF
 from pyops.params import random_generator
 from pyops.torch_methods import check_stored
 
@@ -272,9 +270,8 @@ class Tensor(Recorded, FurtherMethods):
         return apply(elementwise.Minimum, self, _operand(self, other))
 
     def _unary(self, op: str) -> Tensor:
-        if op == 'floor':                       # it has no gradient; the interpreter knows Python's operators
-            return self // 1 if mode.interpreter else wrap(self.array.floor(), None)
-        return apply(_UNARY[op], self)
+        gradient = _UNARY.get(op)
+        return apply(gradient, self) if gradient else wrap(self.array._unary(op), None)
 
     def _reduced(self, op: str, axis: Axis, keepdims: bool) -> Tensor:
         return apply(_REDUCTIONS[op], self, axis=axis, keepdims=keepdims)
@@ -561,12 +558,6 @@ def pad_axes(x: Tensor, widths: Any, value: float = 0) -> Tensor:
     return apply(shapes.Pad, x, widths=tuple(map(tuple, pairs)), value=value)
 
 
-def erf(x: Tensor) -> Tensor:
-    """Return the error function, computed in float64, in the dtype of x (float32 for integers)."""
-    y = apply(NormalCDF, x.astype(np.float64) * math.sqrt(2)) * 2 - 1
-    return y.astype(x.dtype if x.dtype.kind == 'f' else np.float32)
-
-
 def einsum(subscripts: str, *operands: Numbers) -> Tensor:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
     pyops/contraction.py."""
@@ -574,8 +565,10 @@ def einsum(subscripts: str, *operands: Numbers) -> Tensor:
     return einsum(subscripts, *_tensors(arrays_of(operands)))
 
 
-_UNARY = {op.__name__.lower(): op for op in (elementwise.Exp, elementwise.Log, elementwise.Sqrt, elementwise.Tanh,
-                                             elementwise.Sigmoid, elementwise.Sin, elementwise.Cos)}
+# the others, such as floor, have no gradient
+_UNARY = {op.__name__.lower(): op for op in (
+    elementwise.Exp, elementwise.Log, elementwise.Sqrt, elementwise.Tanh, elementwise.Sigmoid, elementwise.Sin, elementwise.Cos,
+    elementwise.Expm1, elementwise.Log1p, elementwise.Arctan, elementwise.Arcsin, elementwise.Arccos, elementwise.Erf)}
 _REDUCTIONS = {op.__name__.lower(): op for op in (reductions.Sum, reductions.Mean, reductions.Max, reductions.Min)}
 
 

@@ -240,7 +240,8 @@ class Device:
     # memory in common with them.  All arrays have the same dtype unless stated otherwise.
 
     def unary(self, op, y, x):
-        """Compute y = op(x): copy, negate, abs; for floats also sqrt, exp, log, tanh, sigmoid, floor, sin, cos."""
+        """Compute y = op(x): copy, negate, abs; for floats also sqrt, exp, log, tanh, sigmoid, floor, sin, cos,
+        expm1, log1p, arctan, arcsin, arccos, erf, round (halves to even), ceil, trunc, sign (NaN of NaN)."""
         raise NotImplementedError
 
     def binary(self, op, y, a, b):

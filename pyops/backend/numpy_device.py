@@ -1,4 +1,6 @@
 """The CPU with numpy for the operations on NDArrays: the reference for the kernels, and for code on NDArrays."""
+import math
+
 import numpy as np
 
 from pyops.backend.host import Host
@@ -10,8 +12,14 @@ def _sigmoid(x, out):
     np.divide(np.where(x < 0, e, np.float32(1)), 1 + e, out=out)
 
 
+def _erf(x, out):
+    out[...] = np.vectorize(math.erf, otypes=[float])(x)
+
+
 _UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt, 'exp': np.exp, 'log': np.log,
-          'tanh': np.tanh, 'sigmoid': _sigmoid, 'floor': np.floor, 'sin': np.sin, 'cos': np.cos}
+          'tanh': np.tanh, 'sigmoid': _sigmoid, 'floor': np.floor, 'sin': np.sin, 'cos': np.cos, 'expm1': np.expm1,
+          'log1p': np.log1p, 'arctan': np.arctan, 'arcsin': np.arcsin, 'arccos': np.arccos, 'erf': _erf, 'round': np.rint,
+          'ceil': np.ceil, 'trunc': np.trunc, 'sign': np.sign}
 _BINARY = {name: getattr(np, name) for name in ('add', 'subtract', 'multiply', 'divide', 'power', 'maximum', 'minimum', 'equal',
                                                 'not_equal', 'less', 'less_equal', 'greater', 'greater_equal',
                                                 'floor_divide', 'remainder')}

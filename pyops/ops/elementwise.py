@@ -268,3 +268,90 @@ class Cos(ArrayOp):
         return -dy * x.sin()
 
     reference, example = np.cos, one
+
+
+class Expm1(ArrayOp):
+    """y = exp(x) - 1;  dx = dy exp(x)."""
+
+    def forward(x):
+        return x.expm1(), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy * x.exp()
+
+    reference, example = np.expm1, one
+
+
+class Log1p(ArrayOp):
+    """y = log(1 + x);  dx = dy / (1 + x)."""
+
+    def forward(x):
+        return x.log1p(), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy / (x + 1)
+
+    reference = np.log1p
+
+    def example(normal):
+        return [positive(normal(3, 4)) - 0.25], {}
+
+
+class Arctan(ArrayOp):
+    """y = arctan(x);  dx = dy / (1 + x^2)."""
+
+    def forward(x):
+        return x.arctan(), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy / (x * x + 1)
+
+    reference, example = np.arctan, one
+
+
+class Arcsin(ArrayOp):
+    """y = arcsin(x);  dx = dy / sqrt((1 - x) (1 + x))."""
+
+    def forward(x):
+        return x.arcsin(), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy / ((1 - x) * (x + 1)).sqrt()
+
+    reference = np.arcsin
+
+    def example(normal):
+        return [np.tanh(normal(3, 4))], {}
+
+
+class Arccos(ArrayOp):
+    """y = arccos(x);  dx = -dy / sqrt((1 - x) (1 + x))."""
+
+    def forward(x):
+        return x.arccos(), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return -dy / ((1 - x) * (x + 1)).sqrt()
+
+    reference, example = np.arccos, Arcsin.example
+
+
+class Erf(ArrayOp):
+    """y = erf(x), the integral of 2 exp(-t^2) / sqrt(pi) from 0 to x;  dx = 2 dy exp(-x^2) / sqrt(pi)."""
+
+    def forward(x):
+        return x.erf(), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy * (x * -x).exp() * (2 / math.sqrt(math.pi))
+
+    example = one
+
+    def reference(x):
+        return np.vectorize(math.erf, otypes=[float])(x)

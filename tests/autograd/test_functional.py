@@ -432,7 +432,9 @@ def test_gradients_where_a_derivative_does_not_exist_are_pytorchs(torch, name):
     ('asinh', [[0.0, 0.5, -2.0, 1e30, -1e30]]), ('std', [[2.0, 2.0, 2.0]]),
     ('hypot', [[3e20, 3e-30, 1e38], [4e20, 4e-30, 1e38]]), ('logaddexp', [[1.0, 2.0, 1e30], [0.5, 2.0, -1e30]]),
     ('acosh', [[1.5, 40.0, 1e20, 3e38]]), ('sinc', [[1e-42, 1e-4, 0.003, 0.0033, 0.25]]), ('sinh', [[1e-30, 0.5, 1e3, -1e3]]),
-    ('expm1', [[1e-30, -1e-8, 1e-4, 0.49, 0.51, 88.5, 1e3, -1e3]])])
+    ('expm1', [[1e-30, -1e-8, 1e-4, 0.49, 0.51, 88.5, 1e3, -1e3]]), ('log1p', [[1e-30, -1e-8, 0.5, -0.999, 1e30]]),
+    ('atan', [[0.0, 1e-30, -1.0, 1.5, -1e15]]), ('erf', [[0.0, 1e-30, -0.874, 0.876, 3.9, -9.0]]),
+    ('asin', [[1e-30, -0.5, 0.6, -0.61, 0.999]]), ('acos', [[1e-30, -0.5, 0.6, -0.61, 0.999]])])
 def test_values_and_gradients_of_extreme_numbers(name, inputs, dtype):
     torch = pytest.importorskip('torch', reason='torch is not installed: pip install torch')
     ours = [Tensor(x, dtype=dtype, requires_grad=True) for x in inputs]
@@ -443,6 +445,17 @@ def test_values_and_gradients_of_extreme_numbers(name, inputs, dtype):
     assert np.allclose(y.numpy(), want.detach().numpy(), rtol=1e-6, atol=0)
     for x, other in zip(ours, theirs, strict=True):
         assert np.allclose(x.grad.numpy(), other.grad.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['asin', 'acos'])
+def test_the_gradient_is_infinite_at_the_ends_of_the_domain_and_nan_beyond(name, torch):
+    numbers = [1.0, -1.0, 1.5, -2.0, np.nan]
+    x, t = Tensor(numbers, requires_grad=True), torch.tensor(numbers, requires_grad=True)
+    y, z = getattr(x, name)(), getattr(t, name)()
+    y.sum().backward()
+    z.sum().backward()
+    np.testing.assert_allclose(y.numpy(), z.detach().numpy(), rtol=1e-6)
+    np.testing.assert_array_equal(x.grad.numpy(), t.grad.numpy())
 
 
 def test_infinities_nan_and_whole_numbers():
