@@ -71,6 +71,11 @@ def is_double(x: Tensor) -> bool:
     return x.array.dtype == ndarray.DOUBLE and not is_interpreted()
 
 
+def has_gradient(x: Tensor) -> bool:
+    """Return whether a function of x is recorded.  Otherwise a formula with the same values and another gradient will do."""
+    return x.requires_grad and is_grad_enabled()
+
+
 # ---- element by element ------------------------------------------------------------------------------------------------
 
 def exp(x: Numbers) -> Tensor:
@@ -128,6 +133,8 @@ def leaky_relu(x: Numbers, negative_slope: float = 0.01, inplace: bool = False) 
     if inplace:
         return _in_place(leaky_relu, x, negative_slope)
     x = tensor(x)
+    if 0 < negative_slope <= 1 and not has_gradient(x):
+        return x.maximum(x * negative_slope)
     return where(x > 0, x, x * negative_slope)
 
 
@@ -136,14 +143,15 @@ def elu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     if inplace:
         return _in_place(elu, x, alpha)
     x = tensor(x)
-    return where(x > 0, x, alpha * where(x > 0, 0.0, x).expm1())
+    below = x.clip(max=0).expm1()
+    return where(x > 0, x, below if alpha == 1 else below * alpha)
 
 
 def celu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """Return x where x > 0, else alpha (e^(x / alpha) - 1)."""
     if inplace:
         return _in_place(celu, x, alpha)
-    return elu(tensor(x) / alpha) * alpha
+    return elu(x) if alpha == 1 else elu(tensor(x) / alpha) * alpha
 
 
 def selu(x: Numbers, inplace: bool = False) -> Tensor:
@@ -166,7 +174,8 @@ def hardtanh(x: Numbers, min_val: float = -1.0, max_val: float = 1.0, inplace: b
     if inplace:
         return _in_place(hardtanh, x, min_val, max_val)
     x = tensor(x)
-    return where((x > min_val) & (x < max_val), x, x.detach().clip(min_val, max_val))
+    limited = x.detach().clip(min_val, max_val)
+    return where((x > min_val) & (x < max_val), x, limited) if has_gradient(x) else limited
 
 
 def relu6(x: Numbers, inplace: bool = False) -> Tensor:
@@ -194,9 +203,11 @@ def hardshrink(x: Numbers, lambd: float = 0.5) -> Tensor:
 
 
 def softshrink(x: Numbers, lambd: float = 0.5) -> Tensor:
-    """Return x moved towards 0 by lambd, and 0 where |x| <= lambd."""
+    """Return x moved towards 0 by lambd, and 0 where |x| <= lambd.   ValueError for a negative lambd"""
+    if lambd < 0:
+        raise ValueError(f'softshrink: lambd: expected at least 0, got {lambd}')
     x = tensor(x)
-    return where(abs(x) <= lambd, 0.0, x - x.detach().sign() * lambd)
+    return x - x.clip(-lambd, lambd)
 
 
 def tanhshrink(x: Numbers) -> Tensor:
@@ -257,14 +268,18 @@ def glu(x: Numbers, axis: int = -1) -> Tensor:
 
 def logsigmoid(x: Numbers) -> Tensor:
     """Return log(sigmoid(x)), without overflow."""
-    return -softplus(-tensor(x))
+    x = tensor(x)
+    return x.minimum(0) - exp(-abs(x)).log1p()
 
 
 def softplus(x: Numbers, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """Return log(1 + e^(beta x)) / beta, and x itself where beta x > threshold."""
-    scaled = tensor(x) * beta
-    y = maximum(scaled, 0.0) + log(exp(-abs(scaled)) + 1)
-    return where(scaled > threshold, x, y / beta)
+    x = tensor(x)
+    scaled = x if beta == 1 else x * beta
+    y = scaled.maximum(0) + exp(-abs(scaled)).log1p()
+    if beta == 1 and threshold >= 20 and y.dtype == np.float32:         # above that y is x to the last bit
+        return y
+    return where(scaled > threshold, x, y if beta == 1 else y / beta)
 
 
 def gelu(x: Numbers, approximate: str = 'none') -> Tensor:

@@ -157,6 +157,8 @@ class TorchMethods(Methods):
         """Replace NaN by `nan`, and infinities by posinf and neginf; None: the largest and smallest number of the dtype."""
         where, largest = self._function('where'), float(np.finfo(self.dtype).max) if self.dtype.kind == 'f' else 0.0
         y = where(self.isnan(), nan, self)
+        if posinf is neginf is None and largest and not abs(nan) > largest:
+            return y.clip(-largest, largest)
         y = where(self == math.inf, largest if posinf is None else posinf, y)
         return where(self == -math.inf, -largest if neginf is None else neginf, y)
 

@@ -447,6 +447,36 @@ def test_values_and_gradients_of_extreme_numbers(name, inputs, dtype):
         assert np.allclose(x.grad.numpy(), other.grad.numpy(), rtol=1e-5)
 
 
+ACTIVATIONS = {
+    **{name: (name, ()) for name in ('leaky_relu', 'elu', 'selu', 'celu', 'hardtanh', 'relu6', 'hardsigmoid', 'hardswish',
+                                     'softshrink', 'hardshrink', 'logsigmoid', 'softplus', 'mish')},
+    'elu of 2': ('elu', (2.0,)), 'celu of 0.5': ('celu', (0.5,)), 'leaky_relu of 0': ('leaky_relu', (0.0,)),
+    'leaky_relu of 2': ('leaky_relu', (2.0,)), 'softplus of 2': ('softplus', (2.0, 1.0)),
+    'softplus to 5': ('softplus', (1.0, 5.0))}
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+@pytest.mark.parametrize('name', ACTIVATIONS)
+def test_activations_of_any_number_with_and_without_a_gradient(name, dtype, torch):
+    (function, args), tiny = ACTIVATIONS[name], float(np.finfo(dtype).tiny)
+    x = np.concatenate([np.linspace(-8, 8, 101), [-0.0, 0.5, -0.5, 6, 19.99, 20.01, -20, 88, -87, 1e30, -1e30, np.inf, -np.inf,
+                                                  np.nan, 1e-30, -1e-30, -1e-40]]).astype(dtype)
+    ours, theirs = Tensor(x, dtype=dtype, requires_grad=True), torch.tensor(x.astype(float), requires_grad=True)
+    y, want = getattr(F, function)(ours, *args), getattr(torch.nn.functional, function)(theirs, *args)
+    y.sum().backward()
+    want.sum().backward()
+    np.testing.assert_array_equal(getattr(F, function)(Tensor(x, dtype=dtype), *args).numpy(), y.numpy())
+    rtol = 1e-6 if dtype == 'float32' else 1e-14
+    known = np.isfinite(x)
+    np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=rtol, atol=rtol * 0.1 if 'hard' in name else tiny)
+    np.testing.assert_allclose(ours.grad.numpy()[known], theirs.grad.numpy()[known], rtol=1e-6, atol=1e-7)
+
+
+def test_a_negative_limit_of_softshrink_is_refused():
+    with pytest.raises(ValueError, match='^softshrink: lambd: expected at least 0, got -1$'):
+        F.softshrink(Tensor([1.0]), -1)
+
+
 @pytest.mark.parametrize('name', ['asin', 'acos'])
 def test_the_gradient_is_infinite_at_the_ends_of_the_domain_and_nan_beyond(name, torch):
     numbers = [1.0, -1.0, 1.5, -2.0, np.nan]
