@@ -247,6 +247,8 @@ PYOPS_API pyops_status pyops_gelu_tanh_backward(
  * y may be an input with the same strides; otherwise it must not overlap any input.
  *
  * unary        y[i] = op(x[i]);   includes copy.   int32: copy, negate, abs.   round: halves to even;   sign of NaN: NaN
+ *              elu: e^x - 1 for x < 0;   softplus: log(1 + e^x);   hardsigmoid: h(x) = min(max(x + 3, 0), 6) / 6;
+ *              hardswish: x h(x)
  * binary       y[i] = op(a[i], b[i]);   comparisons give 1 or 0.   int32: all but divide; modulo 2^32
  *              floor_divide and remainder round towards minus infinity, as in Python; int32 by 0 gives 0
  *              and, or, xor: bit by bit; float: 1 or 0, of the truth values of a and b
@@ -261,7 +263,8 @@ PYOPS_API pyops_status pyops_gelu_tanh_backward(
 typedef enum {
     PYOPS_OP_COPY = 0, PYOPS_OP_NEGATE, PYOPS_OP_ABS, PYOPS_OP_SQRT, PYOPS_OP_EXP, PYOPS_OP_LOG, PYOPS_OP_TANH,
     PYOPS_OP_SIGMOID, PYOPS_OP_FLOOR, PYOPS_OP_SIN, PYOPS_OP_COS, PYOPS_OP_EXPM1, PYOPS_OP_LOG1P, PYOPS_OP_ARCTAN,
-    PYOPS_OP_ARCSIN, PYOPS_OP_ARCCOS, PYOPS_OP_ERF, PYOPS_OP_ROUND, PYOPS_OP_CEIL, PYOPS_OP_TRUNC, PYOPS_OP_SIGN
+    PYOPS_OP_ARCSIN, PYOPS_OP_ARCCOS, PYOPS_OP_ERF, PYOPS_OP_ROUND, PYOPS_OP_CEIL, PYOPS_OP_TRUNC, PYOPS_OP_SIGN,
+    PYOPS_OP_TAN, PYOPS_OP_ELU, PYOPS_OP_SOFTPLUS, PYOPS_OP_HARDSIGMOID, PYOPS_OP_HARDSWISH
 } pyops_unary_op;
 typedef enum {
     PYOPS_OP_ADD = 0, PYOPS_OP_SUBTRACT, PYOPS_OP_MULTIPLY, PYOPS_OP_DIVIDE, PYOPS_OP_POWER, PYOPS_OP_MAXIMUM,

@@ -212,7 +212,7 @@ static int64_t share(int op) { return op >= PYOPS_OP_EXP ? PYOPS_SHARE_EXPS : PY
 
 static pyops_status unary(const char *who, row_function *row, int op, void *y, const void *x, const int64_t *shape,
                           const int64_t *strides, int64_t ndim) {
-    const pyops_status status = check_strided(who, op, PYOPS_OP_SIGN, shape, ndim);
+    const pyops_status status = check_strided(who, op, PYOPS_OP_HARDSWISH, shape, ndim);
     if (!status) elementwise(row, op, 2, (void *[]){y, (void *)x}, shape, strides, ndim, share(op));
     return status;
 }

@@ -65,30 +65,40 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
 
 PYOPS_FLOOR_DIVISION(double, double, fmod, floor, copysign)
 
+static double relu6(double x) {
+    const double y = x < 0.0 ? 0.0 : x;                 /* NaN stays */
+    return y > 6.0 ? 6.0 : y;
+}
+
 static double unary(double x, int op) {
     const double e = op == PYOPS_OP_SIGMOID ? exp(-fabs(x)) : 0.0;
     switch (op) {
-    case PYOPS_OP_NEGATE:  return -x;
-    case PYOPS_OP_ABS:     return fabs(x);
-    case PYOPS_OP_SQRT:    return sqrt(x);
-    case PYOPS_OP_EXP:     return exp(x);
-    case PYOPS_OP_LOG:     return log(x);
-    case PYOPS_OP_TANH:    return tanh(x);
-    case PYOPS_OP_SIGMOID: return (x < 0.0 ? e : 1.0) / (1.0 + e);
-    case PYOPS_OP_FLOOR:   return floor(x);
-    case PYOPS_OP_SIN:     return sin(x);
-    case PYOPS_OP_COS:     return cos(x);
-    case PYOPS_OP_EXPM1:   return expm1(x);
-    case PYOPS_OP_LOG1P:   return log1p(x);
-    case PYOPS_OP_ARCTAN:  return atan(x);
-    case PYOPS_OP_ARCSIN:  return asin(x);
-    case PYOPS_OP_ARCCOS:  return acos(x);
-    case PYOPS_OP_ERF:     return erf(x);
-    case PYOPS_OP_ROUND:   return rint(x);
-    case PYOPS_OP_CEIL:    return ceil(x);
-    case PYOPS_OP_TRUNC:   return trunc(x);
-    case PYOPS_OP_SIGN:    return x > 0.0 ? 1.0 : x < 0.0 ? -1.0 : x == 0.0 ? 0.0 : x;
-    default:               return x;
+    case PYOPS_OP_NEGATE:      return -x;
+    case PYOPS_OP_ABS:         return fabs(x);
+    case PYOPS_OP_SQRT:        return sqrt(x);
+    case PYOPS_OP_EXP:         return exp(x);
+    case PYOPS_OP_LOG:         return log(x);
+    case PYOPS_OP_TANH:        return tanh(x);
+    case PYOPS_OP_SIGMOID:     return (x < 0.0 ? e : 1.0) / (1.0 + e);
+    case PYOPS_OP_FLOOR:       return floor(x);
+    case PYOPS_OP_SIN:         return sin(x);
+    case PYOPS_OP_COS:         return cos(x);
+    case PYOPS_OP_EXPM1:       return expm1(x);
+    case PYOPS_OP_LOG1P:       return log1p(x);
+    case PYOPS_OP_ARCTAN:      return atan(x);
+    case PYOPS_OP_ARCSIN:      return asin(x);
+    case PYOPS_OP_ARCCOS:      return acos(x);
+    case PYOPS_OP_ERF:         return erf(x);
+    case PYOPS_OP_ROUND:       return rint(x);
+    case PYOPS_OP_CEIL:        return ceil(x);
+    case PYOPS_OP_TRUNC:       return trunc(x);
+    case PYOPS_OP_SIGN:        return x > 0.0 ? 1.0 : x < 0.0 ? -1.0 : x == 0.0 ? 0.0 : x;
+    case PYOPS_OP_TAN:         return tan(x);
+    case PYOPS_OP_ELU:         return x > 0.0 ? x : expm1(x);
+    case PYOPS_OP_SOFTPLUS:    return (x > 0.0 ? x : 0.0) + log1p(exp(-fabs(x)));
+    case PYOPS_OP_HARDSIGMOID: return relu6(x + 3.0) / 6.0;
+    case PYOPS_OP_HARDSWISH:   return x * (relu6(x + 3.0) / 6.0);
+    default:                   return x;
     }
 }
 
@@ -159,7 +169,7 @@ static void to_int32_row(char *const *p, const int64_t *step, int64_t n, int op)
 pyops_status pyops_strided_unary_double(double *y, const double *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
                                         int32_t op, void *stream) {
     (void)stream;
-    const pyops_status status = check_strided("strided_unary_double", op, PYOPS_OP_SIGN, shape, ndim);
+    const pyops_status status = check_strided("strided_unary_double", op, PYOPS_OP_HARDSWISH, shape, ndim);
     if (!status) elementwise(unary_row, op, 2, (void *[]){y, (void *)x}, (int64_t[]){REAL, REAL}, shape, strides, ndim);
     return status;
 }

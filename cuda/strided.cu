@@ -67,6 +67,11 @@ DEVICE int32_t floor_divided(int32_t a, int32_t b) {
     return a / b - (a % b && (a < 0) != (b < 0));
 }
 
+DEVICE float relu6_of(float x) {
+    const float y = x < 0.0f ? 0.0f : x;                  // NaN stays
+    return y > 6.0f ? 6.0f : y;
+}
+
 UNARY(Copy, int32_t, int32_t, x)                          // any 4-byte type
 UNARY(Negate, float, float, -x)
 UNARY(Abs, float, float, fabsf(x))
@@ -88,6 +93,11 @@ UNARY(Round, float, float, rintf(x))
 UNARY(Ceil, float, float, ceilf(x))
 UNARY(Trunc, float, float, truncf(x))
 UNARY(Sign, float, float, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? 0.0f : x)
+UNARY(Tan, float, float, tanf(x))
+UNARY(Elu, float, float, x > 0.0f ? x : expm1f(x))
+UNARY(Softplus, float, float, (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))))
+UNARY(Hardsigmoid, float, float, relu6_of(x + 3.0f) / 6.0f)
+UNARY(Hardswish, float, float, x *(relu6_of(x + 3.0f) / 6.0f))
 UNARY(NegateInt, int32_t, int32_t, negated(x))
 UNARY(AbsInt, int32_t, int32_t, x < 0 ? negated(x) : x)
 UNARY(FromInt, float, int32_t, static_cast<float>(x))
@@ -188,7 +198,8 @@ template <class F> struct Arrays {
 // ---- the kernels: packs and elements -----------------------------------------------------------------
 // Loads of WIDTH elements in flight per operand.  Operations with long code for rare arguments spill registers with more.
 template <class F>
-constexpr bool IS_LONG = std::is_same_v<F, Sin> || std::is_same_v<F, Cos> || std::is_same_v<F, Remainder>;
+constexpr bool IS_LONG = std::is_same_v<F, Sin> || std::is_same_v<F, Cos> || std::is_same_v<F, Tan> ||
+    std::is_same_v<F, Remainder>;
 template <class F, int WIDTH> constexpr int IN_FLIGHT = (WIDTH == 4 ? 4 : 8) / F::INPUTS / (IS_LONG<F> ? 2 : 1);
 
 // y = f(x) for `count` packs of WIDTH adjacent elements; axes: of the packs, strides in elements.
@@ -437,28 +448,33 @@ template <class T> static pyops_status copy(const Geometry &g, T *y, const Opera
 
 static pyops_status unary(const Geometry &g, int op, float *y, const Operand<float> &x) {
     switch (op) {
-    case PYOPS_OP_COPY:    return copy(g, y, x);
-    case PYOPS_OP_NEGATE:  return elementwise(g, Negate(), y, x);
-    case PYOPS_OP_ABS:     return elementwise(g, Abs(), y, x);
-    case PYOPS_OP_SQRT:    return elementwise(g, Sqrt(), y, x);
-    case PYOPS_OP_EXP:     return elementwise(g, Exp(), y, x);
-    case PYOPS_OP_LOG:     return elementwise(g, Log(), y, x);
-    case PYOPS_OP_TANH:    return elementwise(g, Tanh(), y, x);
-    case PYOPS_OP_SIGMOID: return elementwise(g, Sigmoid(), y, x);
-    case PYOPS_OP_FLOOR:   return elementwise(g, Floor(), y, x);
-    case PYOPS_OP_SIN:     return elementwise(g, Sin(), y, x);
-    case PYOPS_OP_COS:     return elementwise(g, Cos(), y, x);
-    case PYOPS_OP_EXPM1:   return elementwise(g, Expm1(), y, x);
-    case PYOPS_OP_LOG1P:   return elementwise(g, Log1p(), y, x);
-    case PYOPS_OP_ARCTAN:  return elementwise(g, Arctan(), y, x);
-    case PYOPS_OP_ARCSIN:  return elementwise(g, Arcsin(), y, x);
-    case PYOPS_OP_ARCCOS:  return elementwise(g, Arccos(), y, x);
-    case PYOPS_OP_ERF:     return elementwise(g, Erf(), y, x);
-    case PYOPS_OP_ROUND:   return elementwise(g, Round(), y, x);
-    case PYOPS_OP_CEIL:    return elementwise(g, Ceil(), y, x);
-    case PYOPS_OP_TRUNC:   return elementwise(g, Trunc(), y, x);
-    case PYOPS_OP_SIGN:    return elementwise(g, Sign(), y, x);
-    default:               return check_op(g.who, op, PYOPS_OP_SIGN);
+    case PYOPS_OP_COPY:        return copy(g, y, x);
+    case PYOPS_OP_NEGATE:      return elementwise(g, Negate(), y, x);
+    case PYOPS_OP_ABS:         return elementwise(g, Abs(), y, x);
+    case PYOPS_OP_SQRT:        return elementwise(g, Sqrt(), y, x);
+    case PYOPS_OP_EXP:         return elementwise(g, Exp(), y, x);
+    case PYOPS_OP_LOG:         return elementwise(g, Log(), y, x);
+    case PYOPS_OP_TANH:        return elementwise(g, Tanh(), y, x);
+    case PYOPS_OP_SIGMOID:     return elementwise(g, Sigmoid(), y, x);
+    case PYOPS_OP_FLOOR:       return elementwise(g, Floor(), y, x);
+    case PYOPS_OP_SIN:         return elementwise(g, Sin(), y, x);
+    case PYOPS_OP_COS:         return elementwise(g, Cos(), y, x);
+    case PYOPS_OP_EXPM1:       return elementwise(g, Expm1(), y, x);
+    case PYOPS_OP_LOG1P:       return elementwise(g, Log1p(), y, x);
+    case PYOPS_OP_ARCTAN:      return elementwise(g, Arctan(), y, x);
+    case PYOPS_OP_ARCSIN:      return elementwise(g, Arcsin(), y, x);
+    case PYOPS_OP_ARCCOS:      return elementwise(g, Arccos(), y, x);
+    case PYOPS_OP_ERF:         return elementwise(g, Erf(), y, x);
+    case PYOPS_OP_ROUND:       return elementwise(g, Round(), y, x);
+    case PYOPS_OP_CEIL:        return elementwise(g, Ceil(), y, x);
+    case PYOPS_OP_TRUNC:       return elementwise(g, Trunc(), y, x);
+    case PYOPS_OP_SIGN:        return elementwise(g, Sign(), y, x);
+    case PYOPS_OP_TAN:         return elementwise(g, Tan(), y, x);
+    case PYOPS_OP_ELU:         return elementwise(g, Elu(), y, x);
+    case PYOPS_OP_SOFTPLUS:    return elementwise(g, Softplus(), y, x);
+    case PYOPS_OP_HARDSIGMOID: return elementwise(g, Hardsigmoid(), y, x);
+    case PYOPS_OP_HARDSWISH:   return elementwise(g, Hardswish(), y, x);
+    default:                   return check_op(g.who, op, PYOPS_OP_HARDSWISH);
     }
 }
 

@@ -48,7 +48,7 @@ from pyops.ops import (
 from pyops.ops.array import normal_axes
 from pyops.ops.convolution import pair, sizes_of, transposed_sizes
 from pyops.ops.double import Convolve, ConvolveTransposed, NormalCDF, PoolMaxima, PoolMeans
-from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
+from pyops.ops.elementwise import ELU, Abs, Exp, Hardsigmoid, Hardswish, Log, Sigmoid, Softplus, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Mean, Softmax, Sum
 from pyops.ops.shapes import BroadcastTo, GetItem, Pad, Permute, Place, Reshape
@@ -143,8 +143,8 @@ def elu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     if inplace:
         return _in_place(elu, x, alpha)
     x = tensor(x)
-    below = x.clip(max=0).expm1()
-    return where(x > 0, x, below if alpha == 1 else below * alpha)
+    y = apply(ELU, x)
+    return y if alpha == 1 else where(x > 0, y, y * alpha)
 
 
 def celu(x: Numbers, alpha: float = 1.0, inplace: bool = False) -> Tensor:
@@ -158,7 +158,10 @@ def selu(x: Numbers, inplace: bool = False) -> Tensor:
     """Return 1.0507 elu(x, 1.6733), which keeps mean 0 and variance 1 (Klambauer et al. 2017, arXiv:1706.02515)."""
     if inplace:
         return _in_place(selu, x)
-    return elu(x, 1.6732632423543772) * 1.0507009873554805
+    x = tensor(x)
+    y = apply(ELU, x)
+    above, below = y * 1.0507009873554805, y * (1.6732632423543772 * 1.0507009873554805)
+    return where(x > 0, above, below) if has_gradient(x) else above.minimum(below)
 
 
 def mish(x: Numbers, inplace: bool = False) -> Tensor:
@@ -185,15 +188,14 @@ def relu6(x: Numbers, inplace: bool = False) -> Tensor:
 
 def hardsigmoid(x: Numbers, inplace: bool = False) -> Tensor:
     """Return x / 6 + 1 / 2, limited to 0 and 1."""
-    return _in_place(hardsigmoid, x) if inplace else hardtanh(tensor(x) / 6 + 0.5, 0.0, 1.0)
+    return _in_place(hardsigmoid, x) if inplace else apply(Hardsigmoid, tensor(x))
 
 
 def hardswish(x: Numbers, inplace: bool = False) -> Tensor:
     """Return x hardsigmoid(x)."""
     if inplace:
         return _in_place(hardswish, x)
-    x = tensor(x)
-    return x * hardsigmoid(x)
+    return apply(Hardswish, tensor(x))
 
 
 def hardshrink(x: Numbers, lambd: float = 0.5) -> Tensor:
@@ -268,15 +270,14 @@ def glu(x: Numbers, axis: int = -1) -> Tensor:
 
 def logsigmoid(x: Numbers) -> Tensor:
     """Return log(sigmoid(x)), without overflow."""
-    x = tensor(x)
-    return x.minimum(0) - exp(-abs(x)).log1p()
+    return -apply(Softplus, -tensor(x))
 
 
 def softplus(x: Numbers, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """Return log(1 + e^(beta x)) / beta, and x itself where beta x > threshold."""
     x = tensor(x)
     scaled = x if beta == 1 else x * beta
-    y = scaled.maximum(0) + exp(-abs(scaled)).log1p()
+    y = apply(Softplus, scaled)
     if beta == 1 and threshold >= 20 and y.dtype == np.float32:         # above that y is x to the last bit
         return y
     return where(scaled > threshold, x, y if beta == 1 else y / beta)

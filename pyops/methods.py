@@ -295,7 +295,7 @@ class Methods:
 
     def tan(self) -> Self:
         """Return the tangent."""
-        return self.sin() / self.cos()
+        return self._unary('tan')
 
     def log1p(self) -> Self:
         """Return log(1 + x), accurate for small x."""

@@ -1081,7 +1081,8 @@ _SMALL_SCALAR = {op: small.scalar(NDArray, op, op in _COMPARISONS) for op in _BI
 _WHOLE = 'floor', 'round', 'ceil', 'trunc'              # of int32 they are copies
 _SMALL_UNARY = {op: small.unary(NDArray, op) for op in ('copy', 'negate', 'abs', 'sqrt', 'exp', 'log', 'tanh', 'sigmoid',
                                                         'floor', 'sin', 'cos', 'expm1', 'log1p', 'arctan', 'arcsin',
-                                                        'arccos', 'erf', 'round', 'ceil', 'trunc', 'sign')}
+                                                        'arccos', 'erf', 'round', 'ceil', 'trunc', 'sign', 'tan', 'elu',
+                                                        'softplus', 'hardsigmoid', 'hardswish')}
 _SMALL_REDUCE = {op: small.reduce(NDArray, op) for op in ('sum', 'max', 'min')}
 _small_convert, _small_matmul, _small_where = small.convert(NDArray), small.matmul(NDArray), small.where(NDArray)
 _small_assign, _small_take, (_small_get, _small_put) = small.in_place('copy'), small.take(NDArray), small.elements(NDArray)

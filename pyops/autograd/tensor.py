@@ -568,7 +568,8 @@ def einsum(subscripts: str, *operands: Numbers) -> Tensor:
 # the others, such as floor, have no gradient
 _UNARY = {op.__name__.lower(): op for op in (
     elementwise.Exp, elementwise.Log, elementwise.Sqrt, elementwise.Tanh, elementwise.Sigmoid, elementwise.Sin, elementwise.Cos,
-    elementwise.Expm1, elementwise.Log1p, elementwise.Arctan, elementwise.Arcsin, elementwise.Arccos, elementwise.Erf)}
+    elementwise.Expm1, elementwise.Log1p, elementwise.Arctan, elementwise.Arcsin, elementwise.Arccos, elementwise.Erf,
+    elementwise.Tan)}
 _REDUCTIONS = {op.__name__.lower(): op for op in (reductions.Sum, reductions.Mean, reductions.Max, reductions.Min)}
 
 

@@ -241,7 +241,8 @@ class Device:
 
     def unary(self, op, y, x):
         """Compute y = op(x): copy, negate, abs; for floats also sqrt, exp, log, tanh, sigmoid, floor, sin, cos,
-        expm1, log1p, arctan, arcsin, arccos, erf, round (halves to even), ceil, trunc, sign (NaN of NaN)."""
+        expm1, log1p, arctan, arcsin, arccos, erf, round (halves to even), ceil, trunc, sign (NaN of NaN), tan, elu, softplus,
+        hardsigmoid, hardswish."""
         raise NotImplementedError
 
     def binary(self, op, y, a, b):

@@ -12,6 +12,22 @@ def _sigmoid(x, out):
     np.divide(np.where(x < 0, e, np.float32(1)), 1 + e, out=out)
 
 
+def _elu(x, out):
+    out[...] = np.where(x > 0, x, np.expm1(x))
+
+
+def _softplus(x, out):
+    np.logaddexp(x, x.dtype.type(0), out=out)
+
+
+def _hardsigmoid(x, out):
+    out[...] = np.clip(x + 3, 0, 6) / 6
+
+
+def _hardswish(x, out):
+    out[...] = x * (np.clip(x + 3, 0, 6) / 6)
+
+
 def _erf(x, out):
     out[...] = np.vectorize(math.erf, otypes=[float])(x)
 
@@ -19,7 +35,8 @@ def _erf(x, out):
 _UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt, 'exp': np.exp, 'log': np.log,
           'tanh': np.tanh, 'sigmoid': _sigmoid, 'floor': np.floor, 'sin': np.sin, 'cos': np.cos, 'expm1': np.expm1,
           'log1p': np.log1p, 'arctan': np.arctan, 'arcsin': np.arcsin, 'arccos': np.arccos, 'erf': _erf, 'round': np.rint,
-          'ceil': np.ceil, 'trunc': np.trunc, 'sign': np.sign}
+          'ceil': np.ceil, 'trunc': np.trunc, 'sign': np.sign, 'tan': np.tan, 'elu': _elu, 'softplus': _softplus,
+          'hardsigmoid': _hardsigmoid, 'hardswish': _hardswish}
 _BINARY = {name: getattr(np, name) for name in ('add', 'subtract', 'multiply', 'divide', 'power', 'maximum', 'minimum', 'equal',
                                                 'not_equal', 'less', 'less_equal', 'greater', 'greater_equal',
                                                 'floor_divide', 'remainder')}

@@ -355,3 +355,82 @@ class Erf(ArrayOp):
 
     def reference(x):
         return np.vectorize(math.erf, otypes=[float])(x)
+
+
+class Tan(ArrayOp):
+    """y = tan(x);  dx = dy (1 + y^2)."""
+
+    def forward(x):
+        y = x.tan()
+        return y, (y,)
+
+    def backward(dy, ctx):
+        y, = ctx
+        return dy * (y * y + 1)
+
+    reference, example = np.tan, one
+
+
+class ELU(ArrayOp):
+    """y = x for x > 0, else exp(x) - 1;  dx = dy exp(min(x, 0))."""
+
+    def forward(x):
+        return x._unary('elu'), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy * x.clip(max=0).exp()
+
+    def reference(x):
+        return np.where(x > 0, x, np.expm1(np.minimum(x, 0)))
+
+    example = one
+
+
+class Softplus(ArrayOp):
+    """y = log(1 + exp(x));  dx = dy sigmoid(x)."""
+
+    def forward(x):
+        return x._unary('softplus'), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy * x.sigmoid()
+
+    def reference(x):
+        return np.logaddexp(x, 0)
+
+    example = one
+
+
+class Hardsigmoid(ArrayOp):
+    """y = min(max(x + 3, 0), 6) / 6;  dx = dy / 6 for -3 < x < 3, else 0."""
+
+    def forward(x):
+        return x._unary('hardsigmoid'), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy * ((x > -3) & (x < 3)) / 6
+
+    def reference(x):
+        return np.clip(x + 3, 0, 6) / 6
+
+    example = one
+
+
+class Hardswish(ArrayOp):
+    """y = x h(x), h(x) = min(max(x + 3, 0), 6) / 6;  dx = dy (h(x) + x / 6) for -3 < x < 3, else dy h(x)."""
+
+    def forward(x):
+        return x._unary('hardswish'), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        inside = (x > -3) & (x < 3)
+        return dy * (((x + 3).clip(0, 6) + x.clip(-3, 3) * inside) / 6)
+
+    def reference(x):
+        return x * np.clip(x + 3, 0, 6) / 6
+
+    example = one

@@ -234,7 +234,9 @@ def test_functions_over_all_of_float():
     with np.errstate(all='ignore'):
         wants = {'sin': np.sin(exact), 'cos': np.cos(exact), 'exp': np.exp(exact), 'log': np.log(exact), 'tanh': np.tanh(exact),
                  'sigmoid': 1 / (1 + np.exp(-exact)), 'expm1': np.expm1(exact), 'log1p': np.log1p(exact),
-                 'arctan': np.arctan(exact), 'arcsin': np.arcsin(exact), 'arccos': np.arccos(exact),
+                 'arctan': np.arctan(exact), 'arcsin': np.arcsin(exact), 'arccos': np.arccos(exact), 'tan': np.tan(exact),
+                 'elu': np.where(exact > 0, exact, np.expm1(exact)), 'softplus': np.logaddexp(exact, 0),
+                 'hardsigmoid': np.clip(exact + 3, 0, 6) / 6, 'hardswish': exact * (np.clip(exact + 3, 0, 6) / 6),
                  'erf': np.vectorize(math.erf)(exact)}
     for name, want in wants.items():
         y = np.empty_like(x)
@@ -243,7 +245,10 @@ def test_functions_over_all_of_float():
             rounded = want.astype('f')
         special = ~np.isfinite(rounded) | (rounded == 0)
         same(y[special], rounded[special])              # NaN, infinities, and zeros with their signs
-        limit = 4 if ON_GPU or name in ('exp', 'log', 'tanh', 'sigmoid') else 2
+        if name.startswith('hard'):                     # x + 3 loses digits near -3
+            assert (np.abs(y[~special] - want[~special]) <= 2**-22 + 2**-22 * np.abs(want[~special])).all(), name
+            continue
+        limit = 4 if ON_GPU or name in ('exp', 'log', 'tanh', 'sigmoid', 'softplus') else 2
         assert ulps(y[~special], want[~special]).max() <= limit, name
 
 
@@ -264,7 +269,7 @@ def test_sin_and_cos_near_their_zeros_and_of_large_numbers():
 @quiet
 def test_sin_and_cos_do_not_depend_on_a_large_neighbour():
     x = np.random.default_rng(25).standard_normal(3000).astype('f') * 100
-    for name in ('sin', 'cos'):
+    for name in ('sin', 'cos', 'tan'):
         small, large, strided = (np.empty_like(x) for _ in range(3))
         launch('strided_unary', number(name), arrays=(small, x))
         mixed = x.copy()
@@ -286,8 +291,10 @@ def test_functions_of_float64():
     x = np.concatenate([np.linspace(-745, 710, 5001), rng.standard_normal(5000), 10.0 ** rng.uniform(-300, 300, 5000),
                         [0.0, -0.0, np.inf, -np.inf, np.nan, 5e-324, 1.0]])
     for name, want in {'sin': np.sin, 'cos': np.cos, 'exp': np.exp, 'log': np.log, 'tanh': np.tanh, 'expm1': np.expm1,
-                       'log1p': np.log1p, 'arctan': np.arctan, 'arcsin': np.arcsin, 'arccos': np.arccos,
-                       'erf': np.vectorize(math.erf),
+                       'log1p': np.log1p, 'tan': np.tan, 'arctan': np.arctan, 'arcsin': np.arcsin, 'arccos': np.arccos,
+                       'erf': np.vectorize(math.erf), 'elu': lambda x: np.where(x > 0, x, np.expm1(x)),
+                       'softplus': lambda x: np.logaddexp(x, 0), 'hardsigmoid': lambda x: np.clip(x + 3, 0, 6) / 6,
+                       'hardswish': lambda x: x * np.clip(x + 3, 0, 6) / 6,
                        'sigmoid': lambda x: np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x)))}.items():
         y, wanted = np.empty_like(x), want(x)
         launch('strided_unary', number(name), arrays=(y, x))

@@ -35,7 +35,7 @@ def functions():
         x = rng.standard_normal(shape).astype('f')
         for name in ('exp', 'log', 'tanh', 'sigmoid', 'sqrt'):
             yield f'{name} {shape}', [getattr(pyops.tensor(np.abs(x)), name)().numpy()]
-        for name in ('sin', 'cos', 'expm1', 'log1p', 'arctan', 'arcsin', 'arccos', 'erf'):
+        for name in ('sin', 'cos', 'tan', 'expm1', 'log1p', 'arctan', 'arcsin', 'arccos', 'erf'):
             yield f'{name} {shape}', [getattr(pyops.tensor(x * scale), name)().numpy() for scale in (1, 1e9)]
         for axis in range(len(shape)):
             for name in ('softmax', 'log_softmax'):
