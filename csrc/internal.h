@@ -432,7 +432,7 @@ enum { PYOPS_NARROW = 16 };
 /* A softmax along columns takes at most this many of them. */
 enum { PYOPS_SOFTMAX_COLUMNS = 64 };
 
-/* Operations on strided arrays with a vectorised loop each: all except power, floor_divide and remainder. */
+/* Operations on strided arrays with a vectorised loop each; angles and powers have one for blocks of usual numbers. */
 /* clang-format off */
 #define PYOPS_UNARY_OPS(OP) OP(PYOPS_OP_COPY) OP(PYOPS_OP_NEGATE) OP(PYOPS_OP_ABS) OP(PYOPS_OP_SQRT) OP(PYOPS_OP_EXP) \
     OP(PYOPS_OP_LOG) OP(PYOPS_OP_TANH) OP(PYOPS_OP_SIGMOID) OP(PYOPS_OP_FLOOR) OP(PYOPS_OP_EXPM1) \
@@ -444,7 +444,7 @@ enum { PYOPS_SOFTMAX_COLUMNS = 64 };
     OP(PYOPS_OP_MAXIMUM) OP(PYOPS_OP_MINIMUM) OP(PYOPS_OP_EQUAL) OP(PYOPS_OP_NOT_EQUAL) \
     OP(PYOPS_OP_LESS) OP(PYOPS_OP_LESS_EQUAL) OP(PYOPS_OP_GREATER) OP(PYOPS_OP_GREATER_EQUAL) \
     OP(PYOPS_OP_AND) OP(PYOPS_OP_OR) OP(PYOPS_OP_XOR)
-#define PYOPS_CALLED_OPS(OP) OP(PYOPS_OP_POWER) OP(PYOPS_OP_FLOOR_DIVIDE) OP(PYOPS_OP_REMAINDER)
+#define PYOPS_CALLED_OPS(OP) OP(PYOPS_OP_FLOOR_DIVIDE) OP(PYOPS_OP_REMAINDER)
 #define PYOPS_REDUCE_OPS(OP) OP(PYOPS_OP_SUM) OP(PYOPS_OP_MAX) OP(PYOPS_OP_MIN)
 /* clang-format on */
 

@@ -310,6 +310,49 @@ def test_functions_of_float64():
 
 
 @quiet
+def test_powers_of_any_numbers():
+    rng, n = np.random.default_rng(26), 40_000
+    a = np.concatenate([2.0 ** rng.uniform(-149, 128, n), rng.uniform(0.5, 2, n), 1 + rng.standard_normal(n) * 1e-3,
+                        -(2.0 ** rng.uniform(-20, 20, n)), rng.integers(-40, 40, n)]).astype('f')
+    b = np.concatenate([rng.uniform(-1.2, 1.2, n), rng.uniform(-140, 128, n), rng.uniform(-9e4, 9e4, n),
+                        rng.integers(-8, 9, n), rng.integers(-5, 20, n)]).astype('f')
+    special = np.array([0, -0.0, 1, -1, 2, -2, 0.5, np.inf, -np.inf, np.nan, 3e38, 1e-45, -1e-45, 3, -3, 2.5, -2.5, 16777217,
+                        1 / 3, 201, -201], 'f')
+    pairs = [part.reshape(-1) for part in np.meshgrid(special, special)]
+    for x, e in ((a, b), pairs, (a[::-1], b[::-1])):
+        y, want = np.empty(x.shape, 'f'), x.astype('d') ** e.astype('d')
+        launch('strided_binary', number('power'), arrays=(y, x, e))
+        rounded = want.astype('f')
+        exact = ~np.isfinite(rounded) | (rounded == 0)
+        same(y[exact], rounded[exact])
+        assert ulps(y[~exact], want[~exact]).max() <= 0.6
+
+
+@on_the_cpu
+@quiet
+def test_a_power_does_not_depend_on_its_neighbours():
+    rng = np.random.default_rng(27)
+    x, e = rng.standard_normal((2, 2000)).astype('f') * 3
+    y, mixed, column = (np.empty_like(x) for _ in range(3))
+    launch('strided_binary', number('power'), arrays=(y, x, e))
+    other = x.copy()
+    other[::50] = np.inf
+    launch('strided_binary', number('power'), arrays=(mixed, other, e))
+    same(np.delete(mixed, np.s_[::50]), np.delete(y, np.s_[::50]))
+    launch('strided_binary', number('power'), arrays=(column, np.repeat(x, 2)[::2], e[::-1].copy()[::-1]))
+    same(column, y)
+    for exponent in (4, -1.5):
+        launch('strided_scalar', number('power'), 0, exponent, arrays=(y, x))
+        launch('strided_binary', number('power'), arrays=(mixed, x, np.full_like(x, exponent)))
+        same(mixed, y)
+    launch('strided_scalar', number('power'), 0, 3, arrays=(mixed, x))
+    same(mixed, x * x * x)
+    launch('strided_binary', number('power'), arrays=(x, x, e))                 # in place
+    launch('strided_binary', number('power'), arrays=(e, other, e))
+    same(np.delete(x, np.s_[::50]), np.delete(e, np.s_[::50]))
+
+
+@quiet
 def test_power():
     rng = np.random.default_rng(4)
     a, b = (np.abs(rng.standard_normal((40, 9))).astype('f') + np.float32(0.1), rng.standard_normal((40, 9)).astype('f') * 9)

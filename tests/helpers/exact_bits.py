@@ -37,6 +37,7 @@ def functions():
             yield f'{name} {shape}', [getattr(pyops.tensor(np.abs(x)), name)().numpy()]
         for name in ('sin', 'cos', 'tan', 'expm1', 'log1p', 'arctan', 'arcsin', 'arccos', 'erf'):
             yield f'{name} {shape}', [getattr(pyops.tensor(x * scale), name)().numpy() for scale in (1, 1e9)]
+        yield f'power {shape}', [(pyops.tensor(x * 10) ** exponent).numpy() for exponent in (3, -1.5, x)]
         for axis in range(len(shape)):
             for name in ('softmax', 'log_softmax'):
                 tensor = pyops.tensor(x, requires_grad=True)
