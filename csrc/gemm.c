@@ -21,7 +21,6 @@ enum { MOST_MR = 128, MOST_NR = 32 };
 /* A part of an operand (rows,columns) that will be packed soon.  None if its strides are not those of a matrix. */
 static pyops_lines lines_of(pyops_view a, int64_t rows, int64_t columns) {
     enum { LINE = 16 };
-    if (rows <= 0 || columns <= 0) return (pyops_lines){0};
     const int64_t of_row = (columns + LINE - 1) / LINE, of_column = (rows + LINE - 1) / LINE;
     if (a.col == 1) return (pyops_lines){a.p, rows * of_row, of_row, a.row};
     return a.row == 1 ? (pyops_lines){a.p, columns * of_column, of_column, a.col} : (pyops_lines){0};
@@ -180,11 +179,11 @@ void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, 
     if (in_place && is_few(a, b, M)) return k->few(c, a.p, b.p, bias, M, N, K, ldc, a.row, b.col, flags);
     if (in_place && !bias && b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL))
         return unpacked(k, c, ldc, a, b, M, N, K, flags);
-    pyops_product_in_blocks(k, c, ldc, a, b, bias, M, N, K, flags, scratch);
+    pyops_product_in_blocks(k, c, ldc, a, b, NULL, bias, M, N, K, flags, scratch);
 }
 
-void pyops_product_in_blocks(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                             int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
+void pyops_product_in_blocks(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *then,
+                             const float *bias, int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
     float *packed_b = scratch, *packed_a = scratch + k->B;
     if (!K) return bias_only(c, ldc, bias, M, N, flags);
     /* rows and columns of b packed at a time; for few rows so few that they fit in L2 */
@@ -194,14 +193,19 @@ void pyops_product_in_blocks(const pyops_kernels *k, float *c, int64_t ldc, pyop
     for (int64_t jc = 0; jc < N; jc += columns)
         for (int64_t pb = 0; pb < K; pb += steps) {
             const int64_t nc = pyops_min(columns, N - jc), kb = pyops_min(steps, K - pb);
-            const int64_t next_pb = pb + kb < K ? pb + kb : 0, next_jc = next_pb ? jc : jc + nc;
-            const pyops_view next_b = {b.p + next_pb * b.row + next_jc * b.col, b.row, b.col};
+            /* what is packed next: the next block of b, or the first one of the next b */
+            const int64_t next_pb = pb + kb < K ? pb + kb : 0, next_jc = next_pb ? jc : jc + nc < N ? jc + nc : 0;
+            const float *const from = next_pb || next_jc ? b.p : then;
+            pyops_lines next = {0};
+            if (from)
+                next = lines_of((pyops_view){from + next_pb * b.row + next_jc * b.col, b.row, b.col},
+                                pyops_min(steps, K - next_pb), pyops_min(columns, N - next_jc));
             const pyops_view of_a = a.col == PYOPS_PACKED ? (pyops_view){a.p + pb / k->KC * block_of_a(k), a.row, a.col}
                                                           : (pyops_view){a.p + pb * a.col, a.row, a.col};
             pyops_pack_b(k, packed_b, (pyops_view){b.p + pb * b.row + jc * b.col, b.row, b.col}, kb, nc, 0, nc);
             product_packed(k, c + jc, ldc, of_a, packed_b, bias && !pb ? bias + jc : NULL, M, nc, kb, 0, nc,
                            (pb ? PYOPS_ADD : flags & PYOPS_ADD) | (pb + kb < K ? 0 : flags & PYOPS_RELU), packed_a,
-                           blocks_of(k, K), lines_of(next_b, pyops_min(steps, K - next_pb), pyops_min(columns, N - next_jc)));
+                           blocks_of(k, K), next);
         }
 }
 

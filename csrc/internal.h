@@ -533,9 +533,9 @@ size_t pyops_product_scratch(const pyops_kernels *k);
 void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
                    int64_t N, int64_t K, int flags, float *scratch);
 /* The same, and a may be packed.  It always packs b, block by block, also for a few rows: then the sums have the order of
- * pyops_product_packed. */
-void pyops_product_in_blocks(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                             int64_t M, int64_t N, int64_t K, int flags, float *scratch);
+ * pyops_product_packed.   then: the b of the thread's next product, with the same size and strides, or NULL: not known */
+void pyops_product_in_blocks(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *then,
+                             const float *bias, int64_t M, int64_t N, int64_t K, int flags, float *scratch);
 /* The same with a packed b, for the columns [from, to) of c; `from` is a multiple of NR. */
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b, const float *bias,
                           int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch);

@@ -11,7 +11,8 @@
  * the products.
  * This takes three products, not the four of a separate backward (which would compute the logits again), and no (R,V) matrix.
  * weight is packed once for phase 1 and once for phase 3 if several blocks use it and it is small.  Otherwise each thread packs a
- * part of it just before the product: the same multiply-adds, without two copies of a large weight.  Every sum runs in the order
+ * part of it just before the product: the same multiply-adds, without two copies of a large weight.  So does AMX, for which a packed
+ * weight has 6 bytes a number and comes from L3, while the next part of the weight itself is prefetched.  Every sum runs in the order
  * of the rows in a block, of the blocks, or of the vocabulary, independent of the threads.
  */
 #include <math.h>
@@ -59,7 +60,7 @@ static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t 
     l.x_packed = l.dx + (gradients ? block * D : 0);    /* dx of a block (ROWS,D) */
     l.w_logits = l.x_packed + (gradients ? pyops_packed_b_size(k, block, D) : 0);       /* x of a block packed (ROWS,D) */
     l.total = l.w_logits;
-    l.ahead = R > block && D * V <= AHEAD;
+    l.ahead = R > block && D * V <= AHEAD && !k->micro.is_split;
     if (!l.ahead) return l;
     l.w_dx = l.w_logits + pyops_packed_b_size(k, D, V);         /* weight' packed (D,V) */
     l.total = l.w_dx + (gradients ? pyops_packed_b_size(k, V, D) : 0);  /* weight packed (V,D) */
@@ -151,8 +152,9 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 if (l.ahead) {
                     pyops_product_packed(k, z - v, LD, x_a, work + l.w_logits, bias, rows, V, D, v, v + n, 0, scratch);
                 } else {
-                    pyops_product_in_blocks(k, z, LD, x_a, (pyops_view){weight + v * D, 1, D}, bias + v, rows, n, D, 0,
-                                            scratch);
+                    const float *const then = weight + (v + threads * COLUMNS) * D; /* probably */
+                    pyops_product_in_blocks(k, z, LD, x_a, (pyops_view){weight + v * D, 1, D},
+                                            v + (threads + 1) * COLUMNS <= V ? then : NULL, bias + v, rows, n, D, 0, scratch);
                 }
                 for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r * LD, n);
             }
@@ -205,8 +207,10 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                         pyops_product_packed(k, dx_b + r * D, D, dz, work + l.w_dx + pyops_packed_b_row(k, v, D), NULL, n, D, K,
                                              d, d1, flags, scratch);
                     } else {
-                        pyops_product_in_blocks(k, dx_b + r * D + d, D, dz, (pyops_view){weight + v * D + d, D, 1}, NULL, n,
-                                                d1 - d, K, flags, scratch);
+                        const float *const w = weight + v * D + d;
+                        pyops_product_in_blocks(k, dx_b + r * D + d, D, dz, (pyops_view){w, D, 1},
+                                                v + 2 * COLUMNS <= V ? w + COLUMNS * D : NULL, NULL, n, d1 - d, K, flags,
+                                                scratch);
                     }
                 }
                 for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i] * D + d, dx_b + i * D + d, factors[i], d1 - d);
