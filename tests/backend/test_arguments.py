@@ -53,7 +53,7 @@ BOUNDS = [
     ('argmax', ELEMENTS, f'R>=0 C>=1 C<={LARGEST}'),
     ('argmax_double', ELEMENTS, 'R>=0 C>=1'),
     ('argsort_double', ELEMENTS, 'R>=0 C>=0'),
-    ('strided_unary strided_unary_double', {}, f'op>=0 op<=10 {SHAPE}'),
+    ('strided_unary strided_unary_double', {}, f'op>=0 op<=25 {SHAPE}'),
     ('strided_unary_int32', {}, f'op>=0 op<=2 {SHAPE}'),
     ('strided_binary strided_binary_double strided_binary_int32 strided_scalar strided_scalar_int32', {},
      f'op>=0 op<=17 {SHAPE}'),
