@@ -185,7 +185,7 @@ def test_an_editable_install_has_the_programs_under_the_names_of_the_tree(wheel,
 
 def test_the_repaired_wheel_is_small_and_carries_libgomp(wheel, repaired):
     assert re.fullmatch(rf'pyops-[\d.]+-py3-none-manylinux[\w.]*_{re.escape(platform.machine())}\.whl', repaired.name)
-    assert repaired.stat().st_size < 3e6
+    assert repaired.stat().st_size < 3.5e6
     with zipfile.ZipFile(repaired) as archive:
         assert [name for name in archive.namelist() if name.startswith('pyops.libs/libgomp')]
     shown = ' '.join(run(sys.executable, '-m', 'auditwheel', 'show', repaired, cwd=wheel.parent).stdout.split())
