@@ -26,8 +26,8 @@ static pyops_lines lines_of(pyops_view a, int64_t rows, int64_t columns) {
     return a.row == 1 ? (pyops_lines){a.p, columns * of_column, of_column, a.col} : (pyops_lines){0};
 }
 
-/* The share of number `part` of `parts`, whole runs. */
-static pyops_lines share_of(pyops_lines all, int64_t part, int64_t parts) {
+/* Part number `part` of `parts`: whole runs. */
+static pyops_lines part_of_lines(pyops_lines all, int64_t part, int64_t parts) {
     if (!all.lines) return all;
     const int64_t runs = all.lines / all.run, share = (runs + parts - 1) / parts, first = pyops_min(part * share, runs);
     return (pyops_lines){all.at + first * all.far, pyops_min(share, runs - first) * all.run, all.run, all.far};
@@ -68,7 +68,7 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
             t.rows = pyops_min(MR, mc - i);
             if (k->micro.is_split) {
                 const int64_t tile = j / NR * tiles + i / MR, all = (nc + NR - 1) / NR * tiles;
-                t.ahead[0] = share_of(next_a, tile, all), t.ahead[1] = share_of(next_b, tile, all);
+                t.ahead[0] = part_of_lines(next_a, tile, all), t.ahead[1] = part_of_lines(next_b, tile, all);
             } else if (!j && !is_packed) { /* prefetch the next rows of a, which may be far apart */
                 t.next = t.a + panel + (t.a_row == 1 ? MR - 1 : 0);
                 t.far = t.a_row == 1 ? t.a_col : PYOPS_RUN;
@@ -164,7 +164,7 @@ static void product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_
                     next = lines_of((pyops_view){a.p + next_ic * a.row + next_pc * a.col, a.row, a.col},
                                     pyops_min(k->MC, M - next_ic), pyops_min(k->KC, K - next_pc));
                 block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more, next,
-                      share_of(next_b, ic / k->MC, (M + k->MC - 1) / k->MC));
+                      part_of_lines(next_b, ic / k->MC, (M + k->MC - 1) / k->MC));
             }
 }
 

@@ -11,9 +11,9 @@
  * the products.
  * This takes three products, not the four of a separate backward (which would compute the logits again), and no (R,V) matrix.
  * weight is packed once for phase 1 and once for phase 3 if several blocks use it and it is small.  Otherwise each thread packs a
- * part of it just before the product: the same multiply-adds, without two copies of a large weight.  So does AMX, for which a packed
- * weight has 6 bytes a number and comes from L3, while the next part of the weight itself is prefetched.  Every sum runs in the order
- * of the rows in a block, of the blocks, or of the vocabulary, independent of the threads.
+ * part of it just before the product: the same multiply-adds, without two copies of a large weight.  With AMX every weight is packed
+ * so: a packed copy has 6 bytes a number and would come from L3, while the next part of the weight itself is prefetched.  Every sum
+ * runs in the order of the rows in a block, of the blocks, or of the vocabulary, independent of the threads.
  */
 #include <math.h>
 #include <omp.h>
@@ -152,9 +152,10 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 if (l.ahead) {
                     pyops_product_packed(k, z - v, LD, x_a, work + l.w_logits, bias, rows, V, D, v, v + n, 0, scratch);
                 } else {
-                    const float *const then = weight + (v + threads * COLUMNS) * D; /* probably */
-                    pyops_product_in_blocks(k, z, LD, x_a, (pyops_view){weight + v * D, 1, D},
-                                            v + (threads + 1) * COLUMNS <= V ? then : NULL, bias + v, rows, n, D, 0, scratch);
+                    /* of the chunk that this thread probably takes next */
+                    const float *const then = v + (threads + 1) * COLUMNS <= V ? weight + (v + threads * COLUMNS) * D : NULL;
+                    pyops_product_in_blocks(k, z, LD, x_a, (pyops_view){weight + v * D, 1, D}, then, bias + v, rows, n, D, 0,
+                                            scratch);
                 }
                 for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r * LD, n);
             }
